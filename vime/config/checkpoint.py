@@ -1,0 +1,50 @@
+"""What is read at the start and written along the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vime.config.option import option
+
+
+@dataclass(kw_only=True)
+class CheckpointOptions:
+    """Checkpoints"""
+
+    hf_checkpoint: str = option(
+        help="Hugging Face directory: config, tokenizer and the weights to start from", kind="path"
+    )
+    ref_load: str | None = option(
+        None, "reference model: an HF directory or a Megatron torch_dist one (default: --hf-checkpoint)", kind="path"
+    )
+    load: str | None = option(None, "continue from the newest checkpoint below this directory")
+    save: str | None = option(None, "write checkpoints below this directory")
+    save_interval: int | None = option(None, "every n-th rollout, and after the last", minimum=1)
+    save_hf: str | None = option(None, "write the weights for transformers; '{rollout_id}' in it is filled in")
+    no_save_optim: bool = option(False, "leave the optimizer out of checkpoints")
+    no_load_optim: bool = option(False, "start with a fresh optimizer")
+    keep_checkpoints: int | None = option(None, "keep this many newest checkpoints (default: all)", minimum=1)
+
+
+@dataclass(kw_only=True)
+class WeightSyncOptions:
+    """Weight sync"""
+
+    update_weight_transport: str = option("planned", "how weights reach the engines", choices=("planned", "bucketed"))
+    update_weight_buffer_size: int = option(
+        512 << 20, "bytes of one bucket of --update-weight-transport bucketed", minimum=1
+    )
+    check_weight_update: str = option("sampled", "checksums at every sync", choices=("full", "sampled", "off"))
+    weight_update_timeout: float = option(300.0, "seconds one phase of a sync may take", above=0)
+
+
+@dataclass(kw_only=True)
+class ObserveOptions:
+    """Logs"""
+
+    run_dir: str | None = option(None, "metrics, samples, logs and report (default: runs/<date>-<time>)")
+    use_tensorboard: bool = option(False, "TensorBoard events, in TENSORBOARD_DIR or the run's directory")
+    use_wandb: bool = option(False, "Weights & Biases (package wandb must be installed)")
+    wandb_project: str = option("vime", "its project")
+    save_samples: int = option(16, "prompts with answers and rewards kept per rollout for the report", minimum=0)
+    no_progress: bool = option(False, "no live progress lines")

@@ -1,0 +1,40 @@
+"""The errors that reach a person. Each message says what is wrong, with which value, and what would be right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class VimeError(RuntimeError):
+    """Base of every error that vime raises on purpose; the command line prints it without a traceback."""
+
+
+class ConfigError(VimeError):
+    """Flags, files or sizes that cannot work. Holds every problem found, not only the first."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(f"  - {problem}" for problem in self.problems))
+
+
+class DataError(VimeError):
+    """A prompt file, checkpoint directory or answer that does not hold what it should."""
+
+
+class EngineError(VimeError):
+    """A vLLM engine that refused, failed, died or did not answer within its deadline."""
+
+
+class TrainerError(VimeError):
+    """A trainer rank that raised, died or did not answer within its deadline."""
+
+
+class WeightSyncError(VimeError):
+    """A weight update that did not happen as a whole. Names the phase, the engine or rank, and the cause."""
+
+    def __init__(self, phase: str, where: str, cause: str) -> None:
+        self.phase, self.where, self.cause = phase, where, cause
+        super().__init__(f"weight update failed in phase '{phase}' at {where}: {cause}")
+
+    def __reduce__(self) -> tuple[type[WeightSyncError], tuple[str, str, str]]:
+        return type(self), (self.phase, self.where, self.cause)  # Ray carries it from a rank to the driver
