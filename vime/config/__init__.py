@@ -30,6 +30,7 @@ class Config:
     algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
     weight_sync: WeightSyncOptions = field(default_factory=WeightSyncOptions)
     observe: ObserveOptions = field(default_factory=ObserveOptions)
+    given: list[str] = field(default_factory=list)  # names of the options that were written down, not left to defaults
 
     @property
     def answers_per_rollout(self) -> int:

@@ -1,0 +1,127 @@
+"""``vime train | check | convert | report``. What a person did wrong is printed as one message, without a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from vime.config import help as help_text
+from vime.config.check import check
+from vime.config.flags import closest, did_you_mean, topics
+from vime.config.parse import parse_all
+from vime.errors import ConfigError, DataError, VimeError
+
+BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+
+USAGE = """usage: vime COMMAND ...
+
+  vime train FLAGS     train a model (python train.py FLAGS is the same)
+  vime check FLAGS     say what is wrong with these flags, or what they would run; starts nothing
+  vime convert         a Hugging Face directory <-> a Megatron torch_dist checkpoint
+  vime report RUN      one HTML page about a run's directory
+
+`vime COMMAND --help` says more."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code (0; 1 failed; 2 bad input; 130 interrupted)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": _train,
+        "check": _check,
+        "convert": _convert,
+        "report": _report,
+    }
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0 if words else BAD_INPUT
+    if words[0] == "--version":
+        import vime
+
+        print(vime.__version__)
+        return 0
+    command = commands.get(words[0])
+    if command is None:
+        _complain([f"unknown command '{words[0]}'{did_you_mean(words[0], list(commands), prefix='vime ')}"])
+        print(USAGE, file=sys.stderr)
+        return BAD_INPUT
+    try:
+        return command(words[1:])
+    except ConfigError as error:
+        _complain(error.problems)
+        return BAD_INPUT
+    except DataError as error:
+        _complain([str(error)])
+        return BAD_INPUT
+    except VimeError as error:
+        print(f"vime: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("vime: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _complain(problems: Sequence[str]) -> None:
+    noun = "problem" if len(problems) == 1 else f"{len(problems)} problems"
+    print(f"vime: {noun}:", file=sys.stderr)
+    for problem in problems:
+        print("  - " + problem.replace("\n", "\n    "), file=sys.stderr)
+
+
+def _help(command: str, words: list[str]) -> int | None:
+    """Print the help asked for; None when none was."""
+    if "--help-all" in words:
+        print(help_text.everything())
+    elif "--help-topic" in words:
+        chosen = words[words.index("--help-topic") + 1 :][:1]
+        if not chosen or chosen[0] not in topics():
+            near = closest(chosen[0], list(topics())) if chosen else None
+            hint = f"; did you mean {near}?" if near else ""
+            _complain([f"--help-topic takes one of {', '.join(topics())}{hint}"])
+            return BAD_INPUT
+        print(help_text.one_topic(chosen[0]))
+    elif "--help" in words or "-h" in words:
+        print(help_text.list_topics(command))
+    else:
+        return None
+    return 0
+
+
+def _train(words: list[str]) -> int:
+    shown = _help("train", words)
+    if shown is not None:
+        return shown
+    parsed = parse_all(words)
+    problems = parsed.problems + parsed.believable(check(parsed.config))
+    if problems:
+        raise ConfigError(problems)
+    from vime.controller import train
+
+    train(parsed.config)
+    return 0
+
+
+def _check(words: list[str]) -> int:
+    shown = _help("check", words)
+    if shown is not None:
+        return shown
+    parsed = parse_all(words)
+    problems = parsed.problems + parsed.believable(check(parsed.config))
+    if problems:
+        raise ConfigError(problems)
+    return 0
+
+
+def _convert(words: list[str]) -> int:
+    raise VimeError("convert is not there yet")
+
+
+def _report(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="vime report", description="Write one HTML page about a run.")
+    parser.add_argument("run_dir", metavar="RUN", help="the run's directory (--run-dir, by default runs/<date>-<time>)")
+    chosen = parser.parse_args(words)
+    from vime.observe.report import write_report
+
+    print(write_report(chosen.run_dir))
+    return 0
