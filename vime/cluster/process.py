@@ -1,0 +1,61 @@
+"""The driver process: what is set once at its start, and how it ends on a signal."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+RUN_VARIABLE = "VIME_RUN"  # marks every process of a run; the janitor finds them by it
+
+
+class Terminated(BaseException):
+    """SIGTERM or SIGHUP arrived. Not an ``Exception``: nothing but the clean-up may hold it up."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+
+
+def start_of_process() -> str:
+    """Mark this process and all that it will start as one run; return the run's id.
+
+    Called once, before Ray or torch is imported: this is the only place where vime writes its own environment. Ray
+    reads these variables when its first process starts and offers no argument for them.
+    """
+    run_id = f"{os.getpid()}-{secrets.token_hex(4)}"
+    os.environ[RUN_VARIABLE] = run_id
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray would otherwise warn, at every start, that it is about to change how it treats processes without a GPU.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    return run_id
+
+
+def run_id() -> str:
+    """Id of the run that this process belongs to.
+
+    Raises:
+        RuntimeError: :func:`start_of_process` was not called in the driver.
+    """
+    try:
+        return os.environ[RUN_VARIABLE]
+    except KeyError:
+        raise RuntimeError("vime.cluster.process.start_of_process() must be called first in the driver") from None
+
+
+@contextmanager
+def signals_as_exceptions() -> Iterator[None]:
+    """Within: SIGTERM and SIGHUP raise :class:`Terminated` in the main thread, so that ``finally`` blocks run."""
+
+    def raise_terminated(signum: int, frame: FrameType | None) -> None:
+        raise Terminated(signum)
+
+    before = {s: signal.signal(s, raise_terminated) for s in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -1,0 +1,53 @@
+"""Ray: a local cluster of our own that ends with the run, or an existing one that we join and leave."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+from vime.cluster.device import Device, gpu_count
+from vime.cluster.janitor import Janitor
+from vime.cluster.process import RUN_VARIABLE, run_id
+from vime.config import Config
+
+_OBJECT_STORE_BYTES = 256 << 20  # a rollout is tokens and log-probs: tens of megabytes at most for a local run
+
+
+def ray_address(config: Config) -> str | None:
+    """Address of the cluster to join, or None for a local one. ``--ray-address`` wins over RAY_ADDRESS."""
+    return config.cluster.ray_address or os.environ.get("RAY_ADDRESS") or None
+
+
+@contextmanager
+def ray_runtime(config: Config, device: Device) -> Iterator[None]:
+    """Within: Ray is connected. Afterwards nothing that the run started is left, also when the driver is killed."""
+    mark = {RUN_VARIABLE: run_id()}
+    # Short, because Ray puts unix sockets (107 characters at most) below it.
+    folder = tempfile.mkdtemp(prefix="vime-")
+    with Janitor(run_id(), folder):
+        address = ray_address(config)
+        if address:
+            ray.init(address=address, namespace=run_id(), logging_level=logging.ERROR, runtime_env={"env_vars": mark})
+        else:
+            processes = config.cluster.world_size + config.cluster.num_rollout_gpus
+            ray.init(
+                # Each rank and each engine worker asks for one CPU; on a small machine they share the cores.
+                num_cpus=max(os.cpu_count() or 1, processes),
+                num_gpus=gpu_count() if device == "cuda" else 0,
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                logging_level=logging.ERROR,
+                log_to_driver=False,  # every process writes its own file in the run's directory
+                namespace=run_id(),
+                _temp_dir=folder,
+                _node_ip_address="127.0.0.1",
+            )
+        try:
+            yield
+        finally:
+            ray.shutdown()

@@ -1,0 +1,102 @@
+"""Keeps the engines serving the current weights: hand-over of the GPUs, weight sync, replacement of engines that die.
+
+An engine may die at any moment. What was in its hands is asked for again, a new one is started on the same GPUs, and it
+gets the weights of the current version before it serves; the run goes on until ``--engine-restarts`` are used up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+from vime.cluster.device import Device
+from vime.cluster.engine_group import EngineGroup
+from vime.cluster.trainer_group import TrainerGroup
+from vime.config import Config
+from vime.errors import EngineError, WeightSyncError
+from vime.types import EngineAddress
+
+
+class Serving:
+    """The engines together with what they need from the trainer.
+
+    ``version`` is that of the weights the engines have: the number of rollouts learned from, so that a continued run
+    counts on where the interrupted one stopped.
+    """
+
+    def __init__(self, config: Config, device: Device, trainer: TrainerGroup, engines: EngineGroup) -> None:
+        self._trainer, self._engines = trainer, engines
+        self.version = -1
+        self._repairing = threading.Lock()  # two engines may be found dead by two requests at once
+        cluster = config.cluster
+        offload = cluster.offload or cluster.colocate
+        self._engines_sleep = offload if cluster.offload_rollout is None else cluster.offload_rollout
+        # On a CPU nothing would be gained: both sides use the same memory.
+        self._trainer_moves = offload and device == "cuda" if cluster.offload_train is None else cluster.offload_train
+
+    @property
+    def addresses(self) -> list[EngineAddress]:
+        return self._engines.addresses
+
+    def start(self, version: int) -> dict[str, float]:
+        """Connect all engines and give them their first weights."""
+        self._trainer.connect(self._engines.addresses)
+        return self.update_weights(version)
+
+    def to_trainer(self) -> None:
+        """The engines have answered; the trainer may have the GPUs."""
+        if self._engines_sleep:
+            # One that died since its last answer is replaced when the engines are needed again.
+            with contextlib.suppress(EngineError):
+                self._engines.sleep()
+        if self._trainer_moves:
+            self._trainer.onload()
+
+    def to_engines(self, version: int) -> dict[str, float]:
+        """The trainer has learned; the engines get the GPUs and the new weights. Returns the sync's measurements."""
+        if self._trainer_moves:
+            self._trainer.offload()
+        self._replace_dead()
+        if self._engines_sleep:
+            self._engines.wake("weights")
+        measured = self.update_weights(version)
+        if self._engines_sleep:
+            self._engines.wake("kv_cache")
+        return measured
+
+    def update_weights(self, version: int) -> dict[str, float]:
+        """Bring the trainer's weights into every engine. An engine that dies meanwhile is replaced and all start again.
+
+        Raises:
+            WeightSyncError: the update failed and every engine lives.
+        """
+        while True:
+            try:
+                measured = self._trainer.update_weights(version)
+            except WeightSyncError:
+                if not self._replace_dead():
+                    raise
+                continue
+            self.version = version
+            return measured
+
+    def recover(self, index: int) -> EngineAddress:
+        """Called while answers are generated, when engine ``index`` does not answer: replace it if it has died.
+
+        Returns its address, a new one if it was replaced. The other engines go on serving.
+        """
+        with self._repairing:
+            cause = self._engines.dead().get(index)
+            if cause is not None:
+                self._engines.replace(index, cause)
+                self._trainer.connect(self._engines.addresses)
+                self._trainer.update_weights(self.version, [index])
+            return next(address for address in self._engines.addresses if address.index == index)
+
+    def _replace_dead(self) -> bool:
+        dead = self._engines.dead()
+        for index, cause in dead.items():
+            self._engines.replace(index, cause)
+        if dead:
+            self._trainer.connect(self._engines.addresses)
+        return bool(dead)

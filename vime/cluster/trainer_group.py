@@ -1,0 +1,169 @@
+"""The trainer's ranks as one object: every method is called on all of them and returns when all have finished."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+
+from vime.cluster.calls import gather
+from vime.cluster.device import Device
+from vime.cluster.placement import Placement
+from vime.config import Config
+from vime.errors import TrainerError
+from vime.models.spec import ModelSpec
+from vime.types import EngineAddress, TrainBatch
+
+_START_SECONDS = 600.0
+_RANK_SHARE = 0.5  # of its seat, in Ray's books; the engine's actor has the rest
+_WATCH_SECONDS = 0.5
+
+T = TypeVar("T")
+
+
+class TrainerRank:
+    """One trainer process: a MegatronTrainer behind Ray."""
+
+    def __init__(self, rank: int, log: str) -> None:
+        write_output_to(log)
+        self._rank = rank
+        self._trainer: Any = None
+
+    def process(self) -> tuple[str, int, int]:
+        """This node's address, a free port on it, and this process's pid."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return host, probe.getsockname()[1], os.getpid()
+
+    def start(self, config: Config, spec: ModelSpec, world_size: int, init_method: str, device: Device) -> None:
+        # Imported here: the driver, which imports this module, has no use for torch and Megatron.
+        from vime.backends.megatron_utils.trainer import MegatronTrainer
+
+        self._trainer = MegatronTrainer(
+            config, spec, rank=self._rank, world_size=world_size, init_method=init_method, device=device, local_rank=0
+        )
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self._trainer, method)(*args)
+
+    @ray.method(concurrency_group="watch")
+    def until_end(self) -> None:
+        """Never returns: the reference to this call fails at the moment the process dies."""
+        threading.Event().wait()
+
+
+class TrainerGroup:
+    """All ranks. A call that fails on one rank fails as a whole, with that rank's error."""
+
+    def __init__(self, config: Config, spec: ModelSpec, placement: Placement, device: Device, logs: Path) -> None:
+        self._config = config
+        self.pids: list[int] = []
+        world_size = config.cluster.world_size
+        actor = ray.remote(concurrency_groups={"watch": 1})(TrainerRank)
+        self._ranks = [
+            actor.options(**placement.actor_options(rank, _RANK_SHARE), name=f"trainer-{rank}").remote(
+                rank, str(logs / f"trainer-{rank}.log")
+            )
+            for rank in range(world_size)
+        ]
+        places = self._gather([rank.process.remote() for rank in self._ranks], "starting the trainer", _START_SECONDS)
+        self.pids = [pid for _, _, pid in places]
+        self._ends = {rank.until_end.remote(): number for number, rank in enumerate(self._ranks)}
+        host, port, _ = places[0]
+        self._gather(
+            [rank.start.remote(config, spec, world_size, f"tcp://{host}:{port}", device) for rank in self._ranks],
+            "loading the model into the trainer",
+            _START_SECONDS + config.train.train_timeout,
+        )
+
+    def _name(self, rank: int) -> str:
+        return f"trainer rank {rank} (pid {self.pids[rank]})" if self.pids else f"trainer rank {rank}"
+
+    def _gather(self, refs: list[ray.ObjectRef], what: str, timeout: float) -> list[Any]:
+        calls = {self._name(rank): ref for rank, ref in enumerate(refs)}
+        return list(gather(calls, what, timeout, TrainerError).values())
+
+    def while_alive(self, what: str, work: Callable[..., T], *args: Any) -> T:
+        """Result of ``work(*args)``, in which the trainer has no part (generation); ends at once when a rank dies.
+
+        Raises:
+            TrainerError: names the rank. ``work`` is left behind in its thread and ends with the engines it talks to.
+        """
+        outcome: list[tuple[T | None, BaseException | None]] = []
+
+        def run() -> None:
+            try:
+                outcome.append((work(*args), None))
+            except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+                outcome.append((None, error))
+
+        context = contextvars.copy_context()  # the progress line nests by it
+        thread = threading.Thread(target=context.run, args=(run,), name=what, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(_WATCH_SECONDS)
+            ended, _ = ray.wait(list(self._ends), timeout=0)
+            if ended:
+                raise TrainerError(f"{self._name(self._ends[ended[0]])} has died during: {what}")
+        result, error = outcome[0]
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+
+    def _all(self, what: str, timeout: float, method: str, *args: Any) -> list[Any]:
+        return self._gather([rank.call.remote(method, *args) for rank in self._ranks], what, timeout)
+
+    def train(self, rollout_id: int, batch: TrainBatch) -> dict[str, float]:
+        """Learn from one rollout; returns its metrics."""
+        shared = ray.put(batch)  # once per node, not once per rank
+        return self._all(
+            f"training on rollout {rollout_id}", self._config.train.train_timeout, "train", rollout_id, shared
+        )[0]
+
+    def connect(self, engines: list[EngineAddress]) -> None:
+        """Agree with the engines on where every weight lies. Again after an engine was replaced."""
+        seconds = self._config.weight_sync.weight_update_timeout
+        self._all("connecting to the engines", seconds + 60, "connect_rollout_engines", engines)
+
+    def update_weights(self, version: int, only: list[int] | None = None) -> dict[str, float]:
+        """Bring the weights into all engines, or into those of ``only``; returns what the sync measured."""
+        # Each phase has its own deadline inside; this one is for a rank that no longer answers at all.
+        seconds = 6 * self._config.weight_sync.weight_update_timeout
+        return self._all("updating the engines' weights", seconds, "update_weights", version, only)[0]
+
+    def save(self, directory: Path) -> None:
+        self._all(f"saving to {directory}", self._config.train.train_timeout, "save", str(directory))
+
+    def load(self, directory: Path) -> None:
+        self._all(f"loading {directory}", self._config.train.train_timeout, "load", str(directory))
+
+    def save_hf(self, directory: Path) -> None:
+        self._all(f"exporting to {directory}", self._config.train.train_timeout, "save_hf", str(directory))
+
+    def offload(self) -> None:
+        self._all("moving the optimizer to host memory", self._config.train.train_timeout, "offload")
+
+    def onload(self) -> None:
+        self._all("moving the optimizer back", self._config.train.train_timeout, "onload")
+
+    def stop(self) -> None:
+        """End the processes. They hold nothing that is not on disk already, so they are not asked."""
+        for rank in self._ranks:
+            ray.kill(rank)
+
+
+def write_output_to(path: str) -> None:
+    """Send this process's stdout and stderr, and those of libraries below Python, to a file."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's business
