@@ -1,0 +1,47 @@
+"""Ranks and engine workers sit where the slots say. Real Ray placement groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from vime.cluster.placement import Placement
+from vime.config import CheckpointOptions, ClusterOptions, Config, RolloutOptions, TrainOptions
+from vime.types import Slot
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init(num_cpus=16, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def _config(loss_type: str = "policy_loss", **cluster: object) -> Config:
+    return Config(
+        checkpoint=CheckpointOptions(hf_checkpoint="unused"),
+        rollout=RolloutOptions(rollout_batch_size=1),
+        cluster=ClusterOptions(**cluster),  # type: ignore[arg-type]
+        train=TrainOptions(loss_type=loss_type),
+    )
+
+
+def test_colocated_engines_share_the_seats_of_their_slot(cluster: None) -> None:
+    placement = Placement(_config(colocate=True, actor_num_gpus_per_node=4, rollout_num_gpus_per_engine=2), "cpu")
+    assert len(placement.seats) == 4
+    assert [placement.slot(index) for index in range(placement.num_engines)] == [Slot(0, 2), Slot(2, 4)]
+    assert [list(placement.engine_seats(index)) for index in range(2)] == [[0, 1], [2, 3]]
+
+
+def test_separate_engines_follow_the_trainer(cluster: None) -> None:
+    placement = Placement(_config(actor_num_gpus_per_node=2, rollout_num_gpus=3), "cpu")
+    assert len(placement.seats) == 5
+    assert [placement.slot(index) for index in range(3)] == [None, None, None]
+    assert [list(placement.engine_seats(index)) for index in range(3)] == [[2], [3], [4]]
+
+
+def test_supervised_training_reserves_nothing_for_engines(cluster: None) -> None:
+    placement = Placement(_config("sft_loss", actor_num_gpus_per_node=2), "cpu")
+    assert (len(placement.seats), placement.num_engines) == (2, 0)
