@@ -1,0 +1,60 @@
+"""Files that survive a crash at any moment: written aside, flushed to the disk, then renamed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+
+def sync_file(path: str | Path) -> None:
+    """Return only when the file's content is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_directory(path: str | Path) -> None:
+    """The same for a directory's list of names: what makes a creation or a rename in it last."""
+    sync_file(path)
+
+
+def sync_tree(path: str | Path) -> None:
+    """Flush every file and directory at and below ``path``."""
+    for folder, _, names in os.walk(path):
+        for name in names:
+            sync_file(os.path.join(folder, name))
+        sync_directory(folder)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Replace the file's content in one step: a reader, also after a crash, sees the old text or the new one."""
+    path = Path(path)
+    aside = path.with_name(path.name + ".tmp")
+    with open(aside, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+    sync_directory(path.parent)
+
+
+def publish_directory(aside: str | Path, final: str | Path) -> None:
+    """Give a directory that was written aside its final name; a directory of that name is replaced.
+
+    Renaming over a directory that is not empty is not possible in one step, so the old one is moved to ``NAME.old``
+    first and removed last: a crash in between leaves both complete, one of them under ``NAME.old``.
+    """
+    aside, final = Path(aside), Path(final)
+    sync_tree(aside)
+    old = final.with_name(final.name + ".old")
+    if final.exists():
+        if old.exists():
+            shutil.rmtree(old)
+        os.rename(final, old)
+    os.rename(aside, final)
+    sync_directory(final.parent)
+    if old.exists():
+        shutil.rmtree(old)
