@@ -22,7 +22,19 @@ class DataError(VimeError):
 
 
 class EngineError(VimeError):
-    """A vLLM engine that refused, failed, died or did not answer within its deadline."""
+    """A vLLM engine that refused, failed, died or did not answer within its deadline.
+
+    Attributes:
+        retryable: the same request may succeed later, or on another engine.
+        unreachable: nobody listens at its address any more: it is dead or being replaced.
+        status: HTTP status of its answer, where there was one.
+    """
+
+    def __init__(
+        self, message: str, *, retryable: bool = False, unreachable: bool = False, status: int | None = None
+    ) -> None:
+        self.retryable, self.unreachable, self.status = retryable, unreachable, status
+        super().__init__(message)
 
 
 class TrainerError(VimeError):
