@@ -45,11 +45,12 @@ def publish_directory(aside: str | Path, final: str | Path) -> None:
     """Give a directory that was written aside its final name; a directory of that name is replaced.
 
     Renaming over a directory that is not empty is not possible in one step, so the old one is moved to ``NAME.old``
-    first and removed last: a crash in between leaves both complete, one of them under ``NAME.old``.
+    first and removed last: a crash in between leaves the old one complete under one of the two names, and
+    :func:`recover_directory` gives it back its own.
     """
     aside, final = Path(aside), Path(final)
     sync_tree(aside)
-    old = final.with_name(final.name + ".old")
+    old = _old(final)
     if final.exists():
         if old.exists():
             shutil.rmtree(old)
@@ -58,3 +59,14 @@ def publish_directory(aside: str | Path, final: str | Path) -> None:
     sync_directory(final.parent)
     if old.exists():
         shutil.rmtree(old)
+
+
+def recover_directory(final: str | Path) -> None:
+    """Undo a replacement that a crash interrupted between its two renames."""
+    final = Path(final)
+    if not final.exists() and _old(final).exists():
+        os.rename(_old(final), final)
+
+
+def _old(final: Path) -> Path:
+    return final.with_name(final.name + ".old")
