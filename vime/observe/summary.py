@@ -47,13 +47,17 @@ def series(rows: Sequence[Row], key: str) -> list[tuple[int, float]]:
 
 
 def headline(step: int, total: int | None, row: Row) -> str:
-    """One line about what was just logged, or "" where nothing in it is worth a line."""
+    """One line about what was just logged, or "" where nothing in it is worth a line.
+
+    Steps count from 0 everywhere: the number of a step is the number of rollouts trained on before it, so that a
+    rollout's reward and an evaluation with the same number come from the same weights.
+    """
     parts = [f"eval {name} {row[f'eval/{name}/reward_mean']:.3f}" for name in eval_names([row])]
     parts += [text.format(row[key]) for key, text in _HEADLINE if isinstance(row.get(key), int | float)]
     if not parts:
         return ""
     spent = sum(phases(row).values())
-    where = f"step {step + 1}" if total is None else f"step {step + 1}/{total}" if step < total else "end"
+    where = f"step {step}" if total is None else f"step {step}/{total}"
     return " · ".join([where, *parts, *([f"{spent:.1f} s"] if spent else [])])
 
 
@@ -76,7 +80,7 @@ def summary_table(rows: Sequence[Row]) -> str:
                     name,
                     format(values[0], digits),
                     format(values[-1], digits),
-                    f"{at[1]:{digits}} (step {at[0] + 1})" if at else f"max {max(values):{digits}}",
+                    f"{at[1]:{digits}} (step {at[0]})" if at else f"max {max(values):{digits}}",
                 )
             )
     blocks = [_columns(lines)] if len(lines) > 1 else []

@@ -186,9 +186,7 @@ class Tracker:
         last = self._metrics.last
         step = self._step if last is None else last["step"] + 1
         total = self._config.rollout.num_rollout
-        if total is None:
-            return f"step {step + 1} · {name}"
-        return f"step {step + 1}/{total} · {name}" if step < total else name
+        return f"step {step} · {name}" if total is None else f"step {step}/{total} · {name}"
 
     def _plain(self, step: int, name: str, value: Any) -> Any:
         if value is None or isinstance(value, bool | int | str):

@@ -242,9 +242,9 @@ def test_table_and_step_line(tmp_path: Path) -> None:
         tracker.log(step, {"rollout/reward_mean": reward, "train/logprob_abs_diff": 1e-7})
     tracker.log(0 + 3, {"eval/sums/reward_mean": 0.75})
     text = tracker.table()
-    assert [line.split() for line in text.splitlines()][2] == ["reward", "0.200", "0.500", "0.900", "(step", "2)"]
+    assert [line.split() for line in text.splitlines()][2] == ["reward", "0.200", "0.500", "0.900", "(step", "1)"]
     assert "sums" in text
     assert [line.split()[0] for line in text.splitlines() if line.startswith(("train ", "all"))] == ["train", "all"]
     line = tracker_module.headline(1, 4, {"rollout/reward_mean": 0.5, "time/train": 2.0, "time/train/loss": 1.0})
-    assert line == "step 2/4 · reward 0.500 · 2.0 s"
+    assert line == "step 1/4 · reward 0.500 · 2.0 s"
     assert tracker_module.headline(1, 4, {"time/train": 2.0}) == ""
