@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
+from vime.config import Config
 from vime.config import help as help_text
-from vime.config.check import check
+from vime.config.check import Findings, examine
 from vime.config.flags import closest, did_you_mean, topics
 from vime.config.parse import parse_all
+from vime.config.summary import summary
 from vime.errors import ConfigError, DataError, VimeError
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
@@ -92,13 +95,11 @@ def _train(words: list[str]) -> int:
     shown = _help("train", words)
     if shown is not None:
         return shown
-    parsed = parse_all(words)
-    problems = parsed.problems + parsed.believable(check(parsed.config))
-    if problems:
-        raise ConfigError(problems)
+    config, found = _checked(words)
+    print(summary(config, found), flush=True)
     from vime.controller import train
 
-    train(parsed.config)
+    train(config)
     return 0
 
 
@@ -106,11 +107,22 @@ def _check(words: list[str]) -> int:
     shown = _help("check", words)
     if shown is not None:
         return shown
+    config, found = _checked(words)
+    print(f"vime: nothing is wrong; `vime train` with these flags would run\n{summary(config, found)}")
+    return 0
+
+
+def _checked(words: list[str]) -> tuple[Config, Findings]:
+    """Options that may run. Raises ConfigError with all that is wrong, of the flags as of what they name."""
+    here = os.getcwd()
+    if here not in sys.path:  # where people keep the functions that they name on the command line
+        sys.path.append(here)
     parsed = parse_all(words)
-    problems = parsed.problems + parsed.believable(check(parsed.config))
+    found = examine(parsed.config)
+    problems = parsed.problems + parsed.believable(found.problems)
     if problems:
         raise ConfigError(problems)
-    return 0
+    return parsed.config, found
 
 
 def _convert(words: list[str]) -> int:
@@ -125,3 +137,7 @@ def _report(words: list[str]) -> int:
 
     print(write_report(chosen.run_dir))
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,7 +19,7 @@ ADVICE: dict[str, str] = {
     "init-method-std": "leave it out, weights come from --hf-checkpoint",
     "rope-scaling-factor": "RoPE scaling is not supported",
     "use-rope-scaling": "RoPE scaling is not supported",
-    "train-iters": "write --num-rollout; one rollout is rollout-batch-size * n-samples-per-prompt / global-batch-size steps",
+    "train-iters": "write --num-rollout; one is rollout-batch-size * n-samples-per-prompt / global-batch-size steps",
     "train-samples": "write --num-rollout",
     "eval-iters": "evaluation runs over the whole of --eval-prompt-data",
     "lr-decay-samples": "write --lr-decay-iters",

@@ -25,6 +25,8 @@ class ModelOptions:
     norm_epsilon: float | None = option(None, "epsilon of the normalisation", above=0)
     rotary_base: float | None = option(None, "base of the rotary embedding", above=0)
     use_rotary_position_embeddings: bool = option(False, "rotary position embedding")
+    position_embedding_type: str | None = option(None, "kind of position embedding", choices=("rope",))
+    rotary_percent: float = option(1.0, "part of a head that is rotated; only the whole of it", minimum=1, maximum=1)
     disable_bias_linear: bool = option(False, "no bias in linear layers")
     vocab_size: int | None = option(None, "size of the vocabulary before padding", minimum=1)
     make_vocab_size_divisible_by: int = option(
@@ -34,6 +36,10 @@ class ModelOptions:
     num_experts: int | None = option(None, "experts per MoE layer", minimum=1)
     moe_router_topk: int | None = option(None, "experts per token", minimum=1)
     moe_ffn_hidden_size: int | None = option(None, "width of one expert", minimum=1)
+    moe_layer_freq: str | None = option(
+        None, "which layers have experts: every n-th, or a list such as [0]*1+[1]*47", metavar="N|LIST"
+    )
+    moe_router_score_function: str | None = option(None, "how router logits become weights", choices=("softmax",))
     moe_router_dtype: str | None = option(None, "precision of the routing arithmetic", choices=("fp32", "fp64"))
     moe_router_load_balancing_type: str = option(
         "none", "auxiliary loss for balanced experts", choices=("none", "aux_loss", "seq_aux_loss")

@@ -1,0 +1,20 @@
+# Shape of the model in Megatron-LM's flags: https://huggingface.co/Qwen/Qwen3-32B
+MODEL_ARGS=(
+    --num-layers 64
+    --hidden-size 5120
+    --ffn-hidden-size 25600
+    --num-attention-heads 64
+    --group-query-attention
+    --num-query-groups 8
+    --kv-channels 128
+    --qk-layernorm
+    --swiglu
+    --normalization RMSNorm
+    --norm-epsilon 1e-6
+    --position-embedding-type rope
+    --rotary-base 1000000
+    --use-rotary-position-embeddings
+    --disable-bias-linear
+    --vocab-size 151936
+    --untie-embeddings-and-output-weights
+)
