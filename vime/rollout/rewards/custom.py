@@ -1,0 +1,42 @@
+"""``--custom-rm-path module.function``: the user's own reward, sync or async, per answer or per group."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vime.errors import VimeError
+from vime.rollout.threads import in_thread
+
+
+async def call(function: Callable[..., Any], flag: str, seconds: float, *args: Any) -> Any:
+    """Result of the user's function. A sync one runs in a thread, so that the other answers go on meanwhile.
+
+    Raises:
+        VimeError: it raised (with the place in the user's file), or took longer than ``seconds``.
+    """
+    name = f"{flag} {getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
+    try:
+        async with asyncio.timeout(seconds) as deadline:
+            if inspect.iscoroutinefunction(function):
+                return await function(*args)
+            result = await in_thread(function, *args)
+            return await result if inspect.isawaitable(result) else result
+    except VimeError:
+        raise
+    except TimeoutError as error:
+        if deadline.expired():
+            raise VimeError(f"{name} took longer than {seconds:g} s") from error
+        raise VimeError(f"{name} raised {_described(error)}") from error
+    except Exception as error:  # the user's code may raise anything
+        raise VimeError(f"{name} raised {_described(error)}") from error
+
+
+def _described(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
