@@ -6,6 +6,7 @@ that autograd keeps; logits exist only in pieces of a bounded size. Only what mi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from vime.config import Config
@@ -45,8 +46,8 @@ class Estimate:
 
     def __str__(self) -> str:
         return (
-            f"weights {size(self.weights)} + gradients {size(self.gradients)} + optimizer {size(self.optimizer)} + "
-            f"activations of {self.tokens} tokens {size(self.activations)} = {size(self.training)}"
+            f"{size(self.training)} (weights {size(self.weights)}, gradients {size(self.gradients)}, optimizer "
+            f"{size(self.optimizer)}, activations of {self.tokens} tokens {size(self.activations)})"
         )
 
 
@@ -189,7 +190,7 @@ def count_parameters(spec: ModelSpec, layout: ParallelLayout) -> tuple[int, int]
     dense = experts = 0
     for has_experts in spec.moe_layers:
         for rule in family.layer_rules(spec, has_experts):
-            count = sum(_product(shape) for _, shape in rule.tensors)
+            count = sum(math.prod(shape) for _, shape in rule.tensors)
             if rule.is_expert:
                 experts += count * (spec.num_experts or 0)
             elif rule.kind == "replicated":
@@ -221,10 +222,3 @@ def _activations(config: Config, spec: ModelSpec, layout: ParallelLayout, tokens
     if layout.pp > 1:  # the first stage holds most micro-batches, the last one the logits
         return max(tokens * kept * in_flight, tokens * kept + logits)
     return tokens * kept + logits
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
