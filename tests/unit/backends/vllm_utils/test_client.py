@@ -1,0 +1,95 @@
+"""Control calls against the real engine, and errors that say who, what and why."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+
+import pytest
+
+from tests.engine import TinyEngine
+from vime.backends.vllm_utils.client import LOADED_AT_START, EngineClient
+from vime.backends.vllm_utils.command import installed_version
+from vime.backends.vllm_utils.protocol import error_message
+from vime.errors import EngineError
+
+
+def test_state_calls(engine: TinyEngine) -> None:
+    engine.client.health()
+    assert engine.client.version().split("+")[0] == installed_version().split("+")[0]
+    assert engine.client.get_world_size() == 1
+    assert engine.client.weight_version() in (LOADED_AT_START, *range(100))
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_pause_and_resume(engine: TinyEngine, mode: str) -> None:
+    assert not engine.client.is_paused()
+    engine.client.pause(mode)  # pyright: ignore[reportArgumentType]
+    assert engine.client.is_paused()
+    engine.client.reset_prefix_cache()
+    engine.client.resume()
+    assert not engine.client.is_paused()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_and_wake_in_two_steps(engine: TinyEngine, level: int) -> None:
+    """On a CPU vLLM frees nothing, but it keeps the state for real: asleep until both tags are awake."""
+    engine.client.sleep(level)
+    assert engine.client.is_sleeping()
+    engine.client.wake_up(["weights"])
+    assert engine.client.is_sleeping()
+    engine.client.wake_up(["kv_cache"])
+    assert not engine.client.is_sleeping()
+    assert not engine.client.is_paused()
+
+
+def test_collective_rpc(engine: TinyEngine) -> None:
+    assert len(engine.client.collective_rpc("get_supported_tasks")) == 1
+    with pytest.raises(EngineError, match=r"engine 0 .*POST /collective_rpc answered 500: .*no_such_method") as caught:
+        engine.client.collective_rpc("no_such_method")
+    assert caught.value.status == 500
+    engine.client.health()
+
+
+def test_vllms_own_words_are_in_the_error(engine: TinyEngine) -> None:
+    with pytest.raises(EngineError, match=r"POST /pause answered 4\d\d: .*(abort|keep)") as caught:
+        engine.client.pause("softly")  # pyright: ignore[reportArgumentType]
+    assert not caught.value.retryable
+
+
+def test_errors_travel_between_processes_whole() -> None:
+    error = EngineError("engine 1: gone", retryable=True, unreachable=True, status=503)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.retryable, copy.unreachable, copy.status) == (str(error), True, True, 503)
+
+
+def test_deadline_of_a_call_and_nobody_there() -> None:
+    with socket.socket() as silent:  # accepts in the kernel, and never answers
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with (
+            EngineClient(url, 2) as client,
+            pytest.raises(EngineError, match=r"engine 2 .*no answer within 0.2 s") as slow,
+        ):
+            client.pause(timeout=0.2)
+    assert slow.value.retryable
+    assert not slow.value.unreachable
+    with EngineClient(url, 2) as client, pytest.raises(EngineError, match="POST /resume failed: connection") as gone:
+        client.resume()
+    assert gone.value.unreachable
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ('{"error": {"message": "no such thing", "code": 500}}', "no such thing"),
+        ('{"error": "Failed to pause"}', "Failed to pause"),
+        ('{"detail": "Invalid JSON format"}', "Invalid JSON format"),
+        ('{"detail": [{"loc": ["query", "mode"]}]}', '[{"loc": ["query", "mode"]}]'),
+        ("Internal Server Error", "Internal Server Error"),
+        ("", "(no reason given)"),
+    ],
+)
+def test_shapes_of_error_bodies(body: str, message: str) -> None:
+    assert error_message(body) == message

