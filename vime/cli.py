@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
 
+from vime.cluster.process import Terminated
 from vime.config import Config
 from vime.config import help as help_text
 from vime.config.check import Findings, examine
@@ -14,6 +16,7 @@ from vime.config.flags import closest, did_you_mean, topics
 from vime.config.parse import parse_all
 from vime.config.summary import summary
 from vime.errors import ConfigError, DataError, VimeError
+from vime.observe.progress import LogHandler
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -63,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("vime: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except Terminated as end:
+        print(f"vime: {end}", file=sys.stderr)
+        return 128 + end.signum
 
 
 def _complain(problems: Sequence[str]) -> None:
@@ -97,7 +103,11 @@ def _train(words: list[str]) -> int:
         return shown
     config, found = _checked(words)
     print(summary(config, found), flush=True)
-    from vime.controller import train
+    from vime.cluster.process import start_of_process
+
+    start_of_process()
+    logging.basicConfig(level=logging.INFO, handlers=[LogHandler()])
+    from vime.controller import train  # imports Ray, which reads the environment that was set just now
 
     train(config)
     return 0

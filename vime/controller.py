@@ -58,6 +58,8 @@ def evaluate(run: Run, rollout_id: int) -> None:
     """Answer the evaluation prompts with the weights that ``rollout_id`` rollouts have made."""
     with run.tracker.phase("eval"):
         metrics = run.trainer.while_alive(f"evaluating at {rollout_id}", run.rollout.evaluate, rollout_id)
+    for name, samples in run.rollout.eval_samples.items():
+        run.tracker.samples(rollout_id, samples, source=f"eval/{name}")
     run.tracker.log(rollout_id, metrics)
 
 

@@ -100,6 +100,7 @@ def open_run(config: Config) -> Iterator[Run]:
                 stack.callback(engines.stop)
             serving = Serving(config, device, trainer, engines)
         rollout = Rollout(config, _tokenizer(config), serving)
+        stack.callback(rollout.close)
         if resume:
             rollout.load_state_dict(json.loads((resume[1] / _ROLLOUT_STATE).read_text()))
         yield Run(config, tracker, trainer, rollout, serving, first_rollout, _num_rollout(config, rollout))

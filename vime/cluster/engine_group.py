@@ -14,6 +14,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from vime.backends.vllm_utils.client import EngineClient
+from vime.backends.vllm_utils.command import engine_command
+from vime.backends.vllm_utils.engine import EngineProcess
 from vime.cluster.calls import gather
 from vime.cluster.device import Device
 from vime.cluster.placement import Placement
@@ -36,23 +38,24 @@ class EngineHost:
     def __init__(self, index: int, log: str) -> None:
         write_output_to(log)
         self._index, self._log = index, log
-        self._engine: Any = None
+        self._engine: EngineProcess | None = None
 
-    def start(self, config: Config, spec: ModelSpec, device: Device, gpus: list[int]) -> tuple[str, int]:
+    def start(self, config: Config, spec: ModelSpec, device: Device, gpus: list[int]) -> tuple[str, int | None]:
         """Start the server and wait until it answers; returns its address and pid."""
-        from vime.backends.vllm_utils.engine import start_engine
-
-        self._engine = start_engine(
-            config, spec, self._index, device=device, gpus=gpus, host=ray.util.get_node_ip_address(), log_path=self._log
-        )
-        return self._engine.url, self._engine.pid
+        host = ray.util.get_node_ip_address()
+        command = engine_command(config, spec, self._index, device=device, gpu_ids=gpus, host=host)
+        engine = EngineProcess(command, self._log)
+        engine.start()
+        engine.wait_ready(config.rollout.engine_start_timeout)
+        self._engine = engine
+        return engine.url, engine.pid
 
     @ray.method(concurrency_group="watch")
     def until_end(self) -> str:
         """Returns when the server has died, with what is known of its end; fails when this process itself is killed."""
         while True:
-            if self._engine is not None and (cause := self._engine.cause_of_death()) is not None:
-                return cause
+            if self._engine is not None and not self._engine.alive():
+                return f"its server has ended{self._engine.describe_end()}"
             time.sleep(_WATCH_SECONDS)
 
     def stop(self) -> None:
@@ -129,8 +132,13 @@ class EngineGroup:
 
     def _on_all(self, call: Callable[[EngineClient], object]) -> None:
         addresses = self.addresses
+
+        def on_one(address: EngineAddress) -> None:
+            with EngineClient(address.url, address.index) as client:
+                call(client)
+
         with ThreadPoolExecutor(max_workers=max(1, len(addresses))) as threads:
-            list(threads.map(lambda a: call(EngineClient(a.url, a.index)), addresses))
+            list(threads.map(on_one, addresses))
 
     def _end(self, index: int) -> None:
         with contextlib.suppress(RayError, GetTimeoutError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import logging
 import os
 import signal
 import socket
@@ -166,4 +167,5 @@ def write_output_to(path: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's business
