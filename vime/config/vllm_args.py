@@ -251,7 +251,10 @@ class _Sources:
             base = ast.unparse(node.value).rpartition(".")[2]
             inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
             if base == "Literal":
-                yield tuple(_constant(item) for item in inner)
+                yield tuple(item.value for item in inner if isinstance(item, ast.Constant))
+                for item in inner:  # Literal["auto", OtherLiteral]
+                    if not isinstance(item, ast.Constant):
+                        yield from self._leaves(item)
             elif base in ("Optional", "Union"):
                 for item in inner:
                     yield from self._leaves(item)

@@ -33,11 +33,15 @@ def read_yaml(path: str) -> tuple[dict[str, Entry], dict[str, Entry], list[str],
         with open(path, encoding="utf-8") as file:
             root = yaml.compose(file, Loader=yaml.SafeLoader)
     except OSError as error:
-        return {}, {}, [f"--config {path}: cannot be read ({error.strerror})"], set()
+        return {}, {}, [f"--config {path}: cannot be read ({error.strerror})"], set(flags())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        return {}, {}, [f"--config {path}: not valid YAML ({' '.join(str(error).split())})"], set()
-    if root is not None:
-        reader.mapping(root, topic=None)
+        return {}, {}, [f"--config {path}: not valid YAML ({' '.join(str(error).split())})"], set(flags())
+    try:
+        if root is not None:
+            reader.mapping(root, topic=None)
+    except yaml.MarkedYAMLError as error:  # a tag that asks for more than plain data, or a date that is none
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        return {}, {}, [f"{reader.file}:{line}: {error.problem}"], set(flags())
     return reader.options, reader.vllm, reader.problems, reader.meant
 
 
@@ -67,6 +71,8 @@ class _Reader:
                 name in topics() and topic is None and isinstance(value_node, yaml.ScalarNode) and not value_node.value
             ):
                 continue  # a topic with everything commented out
+            elif name in topics() and name not in flags() and topic is None:
+                self.problems.append(f"{where}: {key} is a topic, with options below it, not a value")
             elif name.startswith("vllm_"):
                 self._engine(name.removeprefix("vllm_"), value_node, where)
             elif name not in flags():
@@ -108,6 +114,7 @@ class _Reader:
 
 
 def _construct(node: yaml.Node) -> Any:
+    """Plain data. Raises YAMLError for anything else."""
     loader = yaml.SafeLoader("")
     try:
         return loader.construct_object(node, deep=True)
