@@ -57,6 +57,10 @@ def uses_sequence_parallel(config: Config, spec: ModelSpec) -> bool:
     return tp > 1 and (config.parallel.sequence_parallel or spec.num_experts is not None)
 
 
+def _leave(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
 def transformer_config(
     config: Config, spec: ModelSpec, layout: ParallelLayout, device: torch.device
 ) -> TransformerConfig:
@@ -81,14 +85,21 @@ def transformer_config(
         "recompute_granularity": train.recompute_granularity,
         "recompute_method": train.recompute_method,
         "recompute_num_layers": train.recompute_num_layers,
-        # All weights come from a checkpoint.
-        "perform_initialization": False,
+        # All weights come from a checkpoint. Not perform_initialization=False: Megatron marks parameters as cut over
+        # tensor parallel ranks where it initialises them, and leaves unmarked ones out of the gradient norm.
+        "init_method": _leave,
+        "output_layer_init_method": _leave,
+        "embedding_init_method": _leave,
         "use_cpu_initialization": False,
         # The step divides gradients by a number of tokens that the loss was multiplied with; see loss.py.
         "calculate_per_token_loss": True,
         # Rows differ in length, so stages tell each other the shapes. Interleaved stages get rows of one length.
         "variable_seq_lengths": layout.pp > 1 and layout.vpp == 1,
         "deallocate_pipeline_outputs": layout.pp > 1,
+        # With two interleaved stages, the next and the previous one are the same rank. Batched, Megatron's messages to
+        # both match by order alone, and activations arrive as gradients: silently. Overlapped, each way has a group.
+        "overlap_p2p_comm": layout.vpp > 1,
+        "batch_p2p_comm": layout.vpp == 1,
         # Kernels of TransformerEngine and apex.
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
