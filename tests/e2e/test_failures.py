@@ -1,0 +1,79 @@
+"""What is killed in the middle of a step: the run ends with one error that names it, or goes on; nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import SMALL, Finished, Traces, complete, make_inputs, running
+
+OPTIONS = {**SMALL, "num-rollout": 4, "save-interval": 2}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], Finished]:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    inputs = make_inputs(folder)
+    return inputs, complete({**OPTIONS, **inputs, "save": folder / "checkpoints"}, folder / "run")
+
+
+def test_driver_is_killed_and_the_run_continued(uninterrupted: tuple[dict[str, str], Finished], tmp_path: Path) -> None:
+    inputs, whole = uninterrupted
+    options = {**OPTIONS, **inputs, "save": tmp_path / "checkpoints", "load": tmp_path / "checkpoints"}
+    with running(options, tmp_path / "run") as run:
+        run.until((tmp_path / "checkpoints" / "iter_0000002").exists, "the first checkpoint")
+        traces = Traces(run)
+        os.kill(run.process.pid, signal.SIGKILL)
+        run.process.wait()
+        traces.expect_gone()
+    continued = complete(options, tmp_path / "run")
+    assert continued.results() == whole.results()  # bit for bit
+
+
+def test_trainer_rank_is_killed(uninterrupted: tuple[dict[str, str], Finished], tmp_path: Path) -> None:
+    inputs, _ = uninterrupted
+    options = {**OPTIONS, **inputs, "num-rollout": 1000, "actor-num-gpus-per-node": 2, "rollout-num-gpus": 1}
+    with running(options, tmp_path / "run") as run:
+        run.until_step(1)
+        traces = Traces(run)
+        victim = run.children("ray::TrainerRank")[0]
+        os.kill(victim.pid, signal.SIGKILL)
+        done = run.finish(seconds=60)
+        traces.expect_gone(10)
+    assert done.code == 1
+    errors = [line for line in done.output.splitlines() if line.startswith("vime: ")]
+    assert len(errors) == 1, done.output
+    assert f"(pid {victim.pid}) has died during:" in errors[0]
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("victim", ["vllm_utils.launcher", "ray::EngineHost"])
+def test_engine_is_killed_and_replaced(
+    victim: str, uninterrupted: tuple[dict[str, str], Finished], tmp_path: Path
+) -> None:
+    inputs, whole = uninterrupted
+    with running({**OPTIONS, **inputs}, tmp_path / "run") as run:
+        run.until_step(0)
+        os.kill(run.children(victim)[0].pid, signal.SIGKILL)
+        done = run.finish()
+    assert done.code == 0, done.output
+    assert "engine 0 died" in done.output
+    assert done.results() == whole.results()  # the same answers from the new engine, so the same run
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_stop_everything(
+    signum: signal.Signals, code: int, uninterrupted: tuple[dict[str, str], Finished], tmp_path: Path
+) -> None:
+    inputs, _ = uninterrupted
+    with running({**OPTIONS, **inputs, "num-rollout": 1000}, tmp_path / "run") as run:
+        run.until_step(0)
+        traces = Traces(run)
+        run.process.send_signal(signum)
+        done = run.finish(seconds=60)
+        traces.expect_gone(10)
+    assert done.code == code
+    assert "Traceback" not in done.output
