@@ -6,12 +6,15 @@ import argparse
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from vime.cluster.process import Terminated
 from vime.config import Config
 from vime.config import help as help_text
 from vime.config.check import Findings, examine
+from vime.config.check_files import hf_directory, is_torch_dist, read_spec
 from vime.config.flags import closest, did_you_mean, topics
 from vime.config.parse import parse_all
 from vime.config.summary import summary
@@ -136,11 +139,71 @@ def _checked(words: list[str]) -> tuple[Config, Findings]:
 
 
 def _convert(words: list[str]) -> int:
-    raise VimeError("convert is not there yet")
+    parser = _Parser(
+        prog="vime convert",
+        description="Hugging Face directory -> Megatron torch_dist checkpoint, or back; which way follows from SOURCE.",
+    )
+    parser.add_argument("source", metavar="SOURCE", help="a Hugging Face directory, or a torch_dist checkpoint")
+    parser.add_argument("target", metavar="TARGET", help="a directory that does not exist yet")
+    parser.add_argument(
+        "--hf-checkpoint", metavar="PATH", help="from torch_dist: Hugging Face directory with the config and tokenizer"
+    )
+    parser.add_argument("--dtype", choices=("auto", "bf16", "fp32"), default="auto", help="default: the checkpoint's")
+    chosen = parser.parse_args(words)
+    source, target, hf = chosen.source, chosen.target, chosen.hf_checkpoint
+    problems = []
+    from_hf = os.path.isfile(os.path.join(source, "config.json"))
+    if not os.path.isdir(source):
+        problems.append(f"SOURCE {source}: no such directory")
+    elif from_hf:
+        problems += [*_readable("SOURCE", source)]
+        if hf is not None:
+            problems.append(f"--hf-checkpoint {hf} means nothing: SOURCE {source} is a Hugging Face directory itself")
+    elif not is_torch_dist(source):
+        problems.append(
+            f"SOURCE {source}: neither a Hugging Face directory (no config.json) nor a Megatron torch_dist checkpoint"
+        )
+    elif hf is None:
+        problems.append(
+            "--hf-checkpoint is missing: a Hugging Face directory of the same model, for config and tokenizer"
+        )
+    else:
+        problems += _readable("--hf-checkpoint", hf)
+    if os.path.exists(target) and (not os.path.isdir(target) or os.listdir(target)):
+        problems.append(f"TARGET {target} exists already; choose another name or remove it")
+    if problems:
+        raise ConfigError(problems)
+    # that apex is not here, and what is deprecated between torch and Megatron
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed|vime\.")
+    from vime.backends.megatron_utils.convert import hf_to_torch_dist, torch_dist_to_hf
+
+    if from_hf:
+        print(hf_to_torch_dist(source, target, chosen.dtype))
+    else:
+        print(torch_dist_to_hf(source, target, str(hf), chosen.dtype))
+    return 0
+
+
+def _readable(flag: str, path: str) -> list[str]:
+    try:
+        read_spec(flag, path)
+    except DataError as error:
+        return [str(error)]
+    return hf_directory(flag, path, tokenizer=False) if flag == "SOURCE" else []
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse for the small commands, with errors in the same words as the large ones."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError([f"{message} (`{self.prog} --help`)"])
 
 
 def _report(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="vime report", description="Write one HTML page about a run.")
+    parser = _Parser(prog="vime report", description="Write one HTML page about a run.")
     parser.add_argument("run_dir", metavar="RUN", help="the run's directory (--run-dir, by default runs/<date>-<time>)")
     chosen = parser.parse_args(words)
     from vime.observe.report import write_report

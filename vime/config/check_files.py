@@ -16,6 +16,7 @@ from vime.config.flags import did_you_mean, flags, value_of
 from vime.errors import DataError
 from vime.models.spec import ModelSpec, spec_from_hf
 
+ROLLOUT_STATE = "rollout.json"  # what vime.run adds to a trainer's checkpoint
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -148,6 +149,11 @@ def _load(config: Config) -> Iterator[str]:
         yield (
             f"--load {path}: a Hugging Face directory. --load continues a run from what --save wrote; "
             "the weights to start from are --hf-checkpoint's"
+        )
+    elif (newest := CheckpointDirectory(path).newest()) and not (newest[1] / ROLLOUT_STATE).is_file():
+        yield (
+            f"--load {path}: {newest[1].name} holds weights only (no {ROLLOUT_STATE}), not the state of a run; "
+            "give it as --ref-load, or make a Hugging Face directory of it by `vime convert` for --hf-checkpoint"
         )
     elif checkpoint_step(path) is None and any(_foreign(folder)):
         yield f"--load {path}: no checkpoint in it, but {next(_foreign(folder))} (an empty one: fresh start)"

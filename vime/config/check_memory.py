@@ -198,7 +198,7 @@ def count_parameters(spec: ModelSpec, layout: ParallelLayout) -> tuple[int, int]
             else:
                 dense += count
     embedding = spec.padded_vocab_size(layout.tp, layout.vocab_divisible_by) * spec.hidden_size // layout.tp
-    ends = embedding if spec.tied or layout.pp > 1 else 2 * embedding
+    ends = spec.hidden_size + (embedding if spec.tied or layout.pp > 1 else 2 * embedding)
     return dense // (layout.tp * layout.pp) + ends, experts // (layout.etp * layout.ep * layout.pp)
 
 

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from vime.config import Config
+from vime.config.check_memory import check_memory, count_parameters, estimate
+from vime.config.machine import GIB, Machine, host_memory, size
+from vime.config.parse import parse
+from vime.models.layout import ParallelLayout, pieces
+from vime.models.spec import ModelSpec
+
+QWEN3: dict[str, Any] = {"qk_layernorm": True, "qkv_bias": False, "norm_epsilon": 1e-6, "rotary_base": 1e6}
+QWEN3 |= {"max_position_embeddings": 40960, "dtype": "bfloat16", "kv_channels": 128, "vocab_size": 151936}
+SMALL = ModelSpec("qwen3", 28, 1024, 3072, 16, 8, tied=True, **QWEN3)
+LARGE = ModelSpec(
+    *("qwen3_moe", 48, 2048, 6144, 32, 4),
+    **QWEN3,
+    tied=False,
+    num_experts=128,
+    moe_router_topk=8,
+    moe_ffn_hidden_size=768,
+    moe_layers=(True,) * 48,
+)
+H200 = Machine("cuda", 8, 139 * GIB, "NVIDIA H200", 1024 * GIB)
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def run(flags: str) -> Config:
+    base = "--hf-checkpoint m --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 8192 "
+    return parse((base + "--use-dynamic-batch-size --max-tokens-per-gpu 8192 --colocate " + flags).split())
+
+
+def test_published_parameter_counts() -> None:
+    one = ParallelLayout(world_size=1)
+    assert round(sum(count_parameters(SMALL, one)) / 1e9, 2) == 0.60  # 0.6B on its card
+    assert round(sum(count_parameters(LARGE, one)) / 1e9, 1) == 30.5  # 30.5B on its card
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "ep", "etp"), [(1, 1, 1, 1), (2, 1, 4, 1), (1, 2, 2, 2), (2, 2, 1, 2), (4, 1, 8, 1)]
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_fullest_rank_holds_what_the_layout_says(tp: int, pp: int, ep: int, etp: int, tied: bool) -> None:
+    """Against the shard map, which is tested against Megatron's own parameters."""
+    tiny = dataclasses.replace(LARGE, num_layers=2, moe_layers=(False, True), num_experts=8, tied=tied, hidden_size=64)
+    tiny = dataclasses.replace(tiny, num_query_groups=4, num_attention_heads=8, ffn_hidden_size=128, vocab_size=512)
+    layout = ParallelLayout(world_size=16, tp=tp, pp=pp, ep=ep, etp=etp)
+    assert layout.validate(tiny) == []
+    ranks = (sum(piece.numel for piece in pieces(tiny, layout, rank)) for rank in range(16))
+    fullest = max(ranks)
+    # count_parameters spreads layers evenly over stages, so it is exact where stages are alike
+    ours = sum(count_parameters(tiny, layout))
+    if pp == 1:
+        assert ours == fullest
+    else:
+        assert abs(ours - fullest) < sum(count_parameters(tiny, ParallelLayout(world_size=1))) / 2
+
+
+def test_bytes_per_parameter() -> None:
+    count = sum(count_parameters(SMALL, ParallelLayout(world_size=1)))
+    needs = estimate(run("--actor-num-gpus-per-node 4"), SMALL, "cuda")
+    assert (needs.weights, needs.gradients, needs.optimizer) == (2 * count, 2 * count, 12 * count)
+    needs = estimate(run("--accumulate-allreduce-grads-in-fp32"), SMALL, "cuda")
+    assert needs.gradients == 4 * count
+    needs = estimate(run("--actor-num-gpus-per-node 4 --use-distributed-optimizer"), SMALL, "cuda")
+    assert needs.optimizer == 12 * count // 4
+    needs = estimate(run("--dtype fp32 --use-kl-loss"), SMALL, "cuda")
+    assert (needs.weights, needs.gradients, needs.optimizer, needs.reference) == (
+        4 * count,
+        4 * count,
+        8 * count,
+        4 * count,
+    )
+
+
+def test_recomputing_takes_less() -> None:
+    kept, again = (estimate(run(flags), SMALL, "cuda").activations for flags in ("", RECOMPUTE))
+    assert again < kept / 2
+
+
+def test_the_required_run_fits_one_h200_each() -> None:
+    assert check_memory(run(f"--actor-num-gpus-per-node 4 --use-kl-loss {RECOMPUTE}"), SMALL, H200) == []
+
+
+def test_thirty_billion_parameters_do_not_fit_one_gpu() -> None:
+    said = check_memory(run(RECOMPUTE), LARGE, H200)
+    assert said[0].startswith(
+        "a trainer rank needs about 460.8 GiB (weights 56.9 GiB, gradients 56.9 GiB, optimizer 341"
+    )
+    assert "but a GPU has 139.0 GiB" in said[0]
+    assert "--use-distributed-optimizer, more GPUs, or a larger tensor, pipeline or expert parallel size" in said[0]
+
+
+def test_thirty_billion_parameters_fit_eight() -> None:
+    flags = (
+        "--actor-num-gpus-per-node 8 --expert-model-parallel-size 8 --tensor-model-parallel-size 4 --sequence-parallel"
+    )
+    flags += f" --expert-tensor-parallel-size 1 --use-distributed-optimizer --rollout-num-gpus-per-engine 8 {RECOMPUTE}"
+    assert check_memory(run(flags), LARGE, H200) == []
+
+
+def test_activations_that_do_not_fit_ask_for_recomputation() -> None:
+    config = run("")
+    config.train.max_tokens_per_gpu = 65536
+    (said,) = check_memory(config, SMALL, dataclasses.replace(H200, gpu_bytes=24 * GIB))
+    assert f"{RECOMPUTE} would help" in said
+
+
+def test_an_engine_too_small_for_its_model() -> None:
+    flags = f"--actor-num-gpus-per-node 8 --expert-model-parallel-size 8 --use-distributed-optimizer {RECOMPUTE}"
+    said = check_memory(run(flags + " --vllm-gpu-memory-utilization 0.3"), LARGE, H200)
+    assert any("an engine worker needs 56.9 GiB for weights" in one and "30% of 139.0 GiB" in one for one in said)
+
+
+def test_keeping_the_optimizer_beside_an_engine() -> None:
+    config = run(f"--no-offload-train --vllm-gpu-memory-utilization 0.95 {RECOMPUTE}")
+    (said,) = check_memory(config, dataclasses.replace(SMALL, num_layers=140, moe_layers=()), H200)
+    assert said.startswith("the trainer's weights, gradients and optimizer (")
+    assert "lower --vllm-gpu-memory-utilization (now 0.95)" in said
+
+
+def test_host_memory_for_what_leaves_the_gpu() -> None:
+    flags = f"--actor-num-gpus-per-node 8 --expert-model-parallel-size 8 --use-kl-loss {RECOMPUTE}"
+    (said,) = check_memory(run(flags), LARGE, dataclasses.replace(H200, host_bytes=256 * GIB))
+    assert "538.7 GiB in all, but the host has 256.0 GiB" in said
+
+
+def test_a_laptop() -> None:
+    laptop = Machine("cpu", 0, None, "", 24 * GIB)
+    (said,) = check_memory(run(RECOMPUTE), LARGE, laptop)
+    assert said.startswith("the run needs about ")
+    assert "but this machine has 24.0 GiB: 1 trainer ranks" in said
+    tiny = dataclasses.replace(SMALL, num_layers=2, moe_layers=(), hidden_size=64, ffn_hidden_size=128, vocab_size=512)
+    assert check_memory(run("--actor-num-gpus-per-node 4"), tiny, laptop) == []
+
+
+def test_the_memory_of_this_machine() -> None:
+    assert GIB < host_memory() < 1 << 50
+    assert [size(count) for count in (0, 700, 3 << 20, 1536 << 20)] == ["0", "700 bytes", "3.0 MiB", "1.5 GiB"]
