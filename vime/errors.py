@@ -42,11 +42,15 @@ class TrainerError(VimeError):
 
 
 class WeightSyncError(VimeError):
-    """A weight update that did not happen as a whole. Names the phase, the engine or rank, and the cause."""
+    """A weight update that did not happen as a whole. Names the phase, the engine or rank, and the cause.
 
-    def __init__(self, phase: str, where: str, cause: str) -> None:
-        self.phase, self.where, self.cause = phase, where, cause
+    ``engines``: numbers of the engines that hold a mixture of weights (or are gone); empty where the trainer failed.
+    """
+
+    def __init__(self, phase: str, where: str, cause: str, engines: tuple[int, ...] = ()) -> None:
+        self.phase, self.where, self.cause, self.engines = phase, where, cause, engines
         super().__init__(f"weight update failed in phase '{phase}' at {where}: {cause}")
 
-    def __reduce__(self) -> tuple[type[WeightSyncError], tuple[str, str, str]]:
-        return type(self), (self.phase, self.where, self.cause)  # Ray carries it from a rank to the driver
+    def __reduce__(self) -> tuple[type[WeightSyncError], tuple[str, str, str, tuple[int, ...]]]:
+        # Ray carries it from a rank to the driver.
+        return type(self), (self.phase, self.where, self.cause, self.engines)
