@@ -95,7 +95,8 @@ def transformer_config(
         "calculate_per_token_loss": True,
         # Rows differ in length, so stages tell each other the shapes. Interleaved stages get rows of one length.
         "variable_seq_lengths": layout.pp > 1 and layout.vpp == 1,
-        "deallocate_pipeline_outputs": layout.pp > 1,
+        # Gloo sends from the tensor's memory after the call returned, so it must not be freed while sends overlap.
+        "deallocate_pipeline_outputs": layout.pp > 1 and (layout.vpp == 1 or device.type == "cuda"),
         # With two interleaved stages, the next and the previous one are the same rank. Batched, Megatron's messages to
         # both match by order alone, and activations arrive as gradients: silently. Overlapped, each way has a group.
         "overlap_p2p_comm": layout.vpp > 1,

@@ -120,7 +120,8 @@ def gather_flags(flag: bool, device: torch.device) -> list[int]:
     return flags.nonzero().flatten().tolist()
 
 
-def destroy() -> None:
+def destroy(process_group: bool) -> None:
+    """Forget Megatron's groups and, where asked, the process group."""
     mpu.destroy_model_parallel()
-    if dist.is_initialized():
+    if process_group and dist.is_initialized():
         dist.destroy_process_group()

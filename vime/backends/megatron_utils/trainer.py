@@ -92,6 +92,7 @@ class MegatronTrainer:
     def _build(self, world_size: int, init_method: str | None) -> None:
         config, spec = self.config, self.spec
         megatron_fixes.apply()
+        self._owns_process_group = not torch.distributed.is_initialized()
         self.groups = parallel.initialize(
             config, self.layout, rank=self.rank, world_size=world_size, init_method=init_method, device=self.device
         )
@@ -361,8 +362,8 @@ class MegatronTrainer:
         return memory.memory_report(self.device, self.arenas, memory.gradient_buffers(self.ddp))
 
     def close(self) -> None:
-        """Leave the process group."""
-        parallel.destroy()
+        """Forget Megatron's groups, and leave the process group if this trainer formed it."""
+        parallel.destroy(self._owns_process_group)
 
 
 def check_batch(batch: TrainBatch) -> None:
@@ -381,6 +382,9 @@ def check_batch(batch: TrainBatch) -> None:
     for name, values in lists.items():
         if len(values) != answers:
             raise DataError(f"{answers} answers, but {len(values)} {name}")
+    for index, reward in enumerate(batch.rewards):
+        if not math.isfinite(reward):
+            raise DataError(f"answer {index} has reward {reward}; a reward must be a finite number")
     for index, (tokens, response) in enumerate(zip(batch.tokens, batch.response_lengths, strict=True)):
         if not 0 <= response < len(tokens):
             raise DataError(
