@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from vime.config import CheckpointOptions, ClusterOptions, Config, RolloutOption
 from vime.models.spec import ModelSpec, spec_from_hf
 
 START_TIMEOUT = 240.0  # seconds; 15 when nothing else runs
-PLUGIN = find_spec("vime.backends.vllm_utils.plugin") is not None
 
 
 @dataclass
@@ -53,7 +51,7 @@ def tiny_config(checkpoint: str, tensor_parallel: int = 1, **rollout: Any) -> Co
 
 def tiny_command(checkpoint: str, tensor_parallel: int = 1, index: int = 0, **rollout: Any) -> EngineCommand:
     config = tiny_config(checkpoint, tensor_parallel, **rollout)
-    return engine_command(config, spec_from_hf(checkpoint), index, device="cpu", weight_transfer=PLUGIN)
+    return engine_command(config, spec_from_hf(checkpoint), index, device="cpu")
 
 
 def start_engine(folder: Path, tensor_parallel: int = 1, family: str = "qwen3", **checkpoint: Any) -> TinyEngine:
@@ -86,15 +84,16 @@ class Leftovers:
 
     def __init__(self, pids: list[int]) -> None:
         self.processes = [psutil.Process(pid) for pid in pids]
-        self.segments: set[str] = set()
         self.directories: set[str] = set()
+        inodes: set[int] = set()
         for pid in pids:
             maps = Path(f"/proc/{pid}/maps").read_text()
-            self.segments |= {line.split()[5] for line in maps.splitlines() if " /dev/shm/" in line}
+            inodes |= {int(line.split()[4]) for line in maps.splitlines() if " /dev/shm/" in line}
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             self.directories |= {
                 v[7:].decode() for v in environment if v.startswith(b"TMPDIR=/") and b"vime-engine" in v
             }
+        self.segments = {str(path) for path in Path("/dev/shm").iterdir() if path.lstat().st_ino in inodes}
 
     def remaining(self) -> list[str]:
         alive = [f"{p.pid} {p.name()}" for p in self.processes if _runs(p)]

@@ -9,12 +9,12 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from vime.backends.vllm_utils.plugin import BACKEND, WORKER_EXTENSION
 from vime.config import Config
 from vime.errors import ConfigError
 from vime.models.spec import ModelSpec
 
 MODEL_NAME = "policy"
-WEIGHT_TRANSFER_BACKEND = "vime"
 CPU_BLOCK = 128  # tokens per block of the KV cache, vLLM's default on a CPU
 CPU_KV_CACHE_MAX = 2 << 30  # bytes per engine; more answers than fit wait in the engine's queue
 
@@ -31,7 +31,7 @@ OWNED_FLAGS = {
     "api-server-count": "nothing: weight updates go through one server",
     "logprobs-mode": "nothing: training needs processed_logprobs, those of the distribution sampled from",
     "weight-transfer-config": "--update-weight-transport",
-    "worker-extension-cls": "nothing: vime's weight transfer engine is a vLLM plug-in",
+    "worker-extension-cls": "nothing: vime extends the workers itself",
     "tokens-only": "nothing: stop strings need the tokenizer",
 }
 SECRET_FLAGS = ("hf-token", "api-key", "ssl-keyfile")
@@ -138,7 +138,8 @@ def engine_command(
         "disable-uvicorn-access-log": True,
     }
     if weight_transfer:
-        flags["weight-transfer-config"] = json.dumps({"backend": WEIGHT_TRANSFER_BACKEND})
+        flags["weight-transfer-config"] = json.dumps({"backend": BACKEND})
+        flags["worker-extension-cls"] = WORKER_EXTENSION
     if needs_scale_out_flag(vllm_version or installed_version()):
         flags["enable-scale-out"] = True
     if device == "cpu":

@@ -135,8 +135,8 @@ class AsyncEngineClient:
 def new_session() -> aiohttp.ClientSession:
     """Connections for any number of requests and engines.
 
-    None is used twice: vLLM's server closes them after errors and when idle for 5 s, and to a request that meets a closing
-    one the engine looks dead. Opening one costs nothing beside an answer.
+    None is used twice: vLLM's server closes them after errors and when idle for 5 s, and a request that meets a closing
+    one takes the engine for dead. Opening one costs nothing beside an answer.
     """
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True), trust_env=False)
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 
 SHARED_MEMORY = "/dev/shm/"
-# What vLLM, torch and NCCL create under /dev/shm. The trainer's arenas, which workers map as well, are none of these.
-PREFIXES = ("psm_", "vllm_dist_", "torch_", "nccl-")
+# What vLLM, torch, NCCL and multiprocessing create there. The trainer's arenas, which workers map too, are none of these.
+PREFIXES = ("psm_", "vllm_dist_", "torch_", "nccl-", "sem.mp-")
 _NOTE = "segments"
 
 
@@ -41,16 +41,14 @@ def _living(process: psutil.Process) -> bool:
 
 def segments_of(pids: Iterable[int]) -> set[str]:
     """Names under /dev/shm that these processes map and that an engine could have created."""
-    found = set()
+    inodes = set()
     for pid in pids:
         # A process may end while its maps are read; what it shared stands in the others' maps too.
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
-            for line in maps:
-                if (at := line.find(SHARED_MEMORY)) >= 0:
-                    name = line[at + len(SHARED_MEMORY) :].rstrip("\n").removesuffix(" (deleted)")
-                    if name.startswith(PREFIXES):
-                        found.add(name)
-    return found
+            # By inode: glibc makes a semaphore under another name, which is the one that the maps go on to show.
+            inodes |= {int(line.split(maxsplit=5)[4]) for line in maps if SHARED_MEMORY in line}
+    with os.scandir(SHARED_MEMORY) as entries:
+        return {entry.name for entry in entries if entry.inode() in inodes and entry.name.startswith(PREFIXES)}
 
 
 def note_segments(scratch: Path, pids: Iterable[int]) -> None:

