@@ -120,6 +120,11 @@ def _reinforced(config: Config) -> Iterator[str]:
             "--disable-grpo-std-normalization means nothing with --advantage-estimator "
             f"{algorithm.advantage_estimator}; only grpo and gspo divide by the standard deviation"
         )
+    if algorithm.use_kl_loss and algorithm.kl_loss_coef > 0 and algorithm.kl_loss_type == "k1":
+        yield (
+            f"--kl-loss-coef {algorithm.kl_loss_coef} with --kl-loss-type k1 adds only noise: as a loss, k1 has "
+            "an expected gradient of zero; use low_var_kl, k3 or k2"
+        )
     reference = algorithm.use_kl_loss or algorithm.kl_coef > 0
     if config.checkpoint.ref_load and not reference:
         yield (

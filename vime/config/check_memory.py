@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from vime.backends.vllm_utils.command import cpu_kv_cache_bytes, max_model_len
 from vime.config import Config
 from vime.config.machine import GIB, Machine, size
 from vime.models import FAMILIES
@@ -77,17 +78,8 @@ def estimate(config: Config, spec: ModelSpec, device: str) -> Estimate:
         reference=width * parameters if reference else 0,
         tokens=tokens,
         engine_weights=width * sum(count_parameters(spec, ParallelLayout(world_size=1))) // workers,
-        engine_context=2 * spec.num_layers * groups * spec.kv_channels * width * context_length(config, spec),
+        engine_context=2 * spec.num_layers * groups * spec.kv_channels * width * max_model_len(config, spec),
     )
-
-
-def context_length(config: Config, spec: ModelSpec) -> int:
-    """Tokens of prompt and answer that an engine is made for."""
-    limit = config.rollout.rollout_max_context_len or spec.max_position_embeddings
-    prompt = config.data.rollout_max_prompt_len
-    if prompt is not None:
-        limit = min(limit, prompt + config.rollout.rollout_max_response_len)
-    return min(limit, spec.max_position_embeddings)
 
 
 def tokens_per_pass(config: Config, spec: ModelSpec) -> int:
@@ -95,7 +87,7 @@ def tokens_per_pass(config: Config, spec: ModelSpec) -> int:
     if config.train.loss_type == "sft_loss":
         longest = config.rollout.rollout_max_context_len or 0
     else:
-        longest = min(config.rollout.rollout_max_response_len, context_length(config, spec))
+        longest = min(config.rollout.rollout_max_response_len, max_model_len(config, spec))
     if config.train.use_dynamic_batch_size:
         return max((config.train.max_tokens_per_gpu or 0) * config.parallel.context_parallel_size, longest)
     return longest * config.train.micro_batch_size
@@ -105,7 +97,7 @@ def check_memory(config: Config, spec: ModelSpec, machine: Machine) -> list[str]
     """What does not fit, each with the numbers and what would help."""
     needs = estimate(config, spec, machine.device)
     if machine.device == "cpu":
-        return [] if machine.joined else _on_cpu(config, needs, machine)
+        return [] if machine.joined else _on_cpu(config, spec, needs, machine)
     return [*(_on_gpu(config, needs, machine.gpu_bytes) if machine.gpu_bytes else []), *_host(config, needs, machine)]
 
 
@@ -169,18 +161,19 @@ def _host(config: Config, needs: Estimate, machine: Machine) -> list[str]:
     ]
 
 
-def _on_cpu(config: Config, needs: Estimate, machine: Machine) -> list[str]:
+def _on_cpu(config: Config, spec: ModelSpec, needs: Estimate, machine: Machine) -> list[str]:
     ranks = config.cluster.world_size
     engines = 0 if config.train.loss_type == "sft_loss" else config.cluster.num_rollout_gpus
     trainer = needs.training + needs.reference + PROCESS_BYTES
-    engine = needs.engine_weights + needs.engine_context + PROCESS_BYTES
+    cache = cpu_kv_cache_bytes(config, spec) if engines else 0
+    engine = needs.engine_weights + cache + PROCESS_BYTES
     total = ranks * trainer + engines * engine
     if total <= machine.host_bytes * TOLERANCE:
         return []
     return [
         f"the run needs about {size(total)}, but this machine has {size(machine.host_bytes)}: "
         f"{ranks} trainer ranks, each {needs} (and {size(PROCESS_BYTES)} of program); {engines} engine workers, "
-        f"each {size(engine)}"
+        f"each {size(engine)}, of which {size(cache)} are KV cache"
     ]
 
 

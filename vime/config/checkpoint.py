@@ -45,6 +45,6 @@ class ObserveOptions:
     run_dir: str | None = option(None, "metrics, samples, logs and report (default: runs/<date>-<time>)")
     use_tensorboard: bool = option(False, "TensorBoard events, in TENSORBOARD_DIR or the run's directory")
     use_wandb: bool = option(False, "Weights & Biases (package wandb must be installed)")
-    wandb_project: str = option("vime", "its project")
+    wandb_project: str = option("vime", "project of --use-wandb")
     save_samples: int = option(16, "prompts with answers and rewards kept per rollout for the report", minimum=0)
     no_progress: bool = option(False, "no live progress lines")

@@ -80,7 +80,7 @@ class EvalOptions:
 
     eval_interval: int | None = option(None, "evaluate before every n-th rollout and at the end", minimum=1)
     eval_prompt_data: list[str] = option(default_factory=list, help="NAME PATH [NAME PATH ...], as --prompt-data")
-    n_samples_per_eval_prompt: int = option(1, "answers per prompt", minimum=1)
+    n_samples_per_eval_prompt: int = option(1, "answers per evaluation prompt", minimum=1)
     eval_temperature: float | None = option(None, "default: --rollout-temperature", minimum=0)
     eval_top_p: float | None = option(None, "default: --rollout-top-p", above=0, maximum=1)
     eval_max_response_len: int | None = option(None, "default: --rollout-max-response-len", minimum=1)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from vime.backends.vllm_utils.command import max_model_len
 from vime.config import Config
 from vime.config.check import Findings
 from vime.config.check_files import checkpoint_step
-from vime.config.check_memory import context_length, count_parameters, engine_share
+from vime.config.check_memory import count_parameters, engine_share
 from vime.config.machine import size
 from vime.models.layout import ParallelLayout
 
@@ -51,12 +52,12 @@ def _lines(config: Config, found: Findings) -> Iterator[tuple[str, str]]:
             "engines",
             (
                 f"{cluster.num_engines} x vLLM with {cluster.rollout_num_gpus_per_engine} worker(s) {where}{share}, "
-                f"weights {size(memory.engine_weights)} each, context up to {context_length(config, spec)} tokens"
+                f"weights {size(memory.engine_weights)} each, context up to {max_model_len(config, spec)} tokens"
             ),
         )
     yield "data", _data(config, found)
     yield "steps", _steps(config, found)
-    yield from _checkpoints(config)
+    yield from _checkpoints(config, number_of_rollouts(config, found))
 
 
 def _count(number: int) -> str:
@@ -93,7 +94,7 @@ def number_of_rollouts(config: Config, found: Findings) -> int | None:
     return config.rollout.num_epoch * rows.count // config.rollout.rollout_batch_size
 
 
-def _checkpoints(config: Config) -> Iterator[tuple[str, str]]:
+def _checkpoints(config: Config, rollouts: int | None) -> Iterator[tuple[str, str]]:
     checkpoint = config.checkpoint
     if checkpoint.load:
         step = checkpoint_step(checkpoint.load) if os.path.isdir(checkpoint.load) else None
@@ -101,7 +102,8 @@ def _checkpoints(config: Config) -> Iterator[tuple[str, str]]:
             why = "is empty" if os.path.isdir(checkpoint.load) else "does not exist yet"
             yield "load", f"{checkpoint.load} {why}: a fresh start from --hf-checkpoint"
         else:
-            yield "load", f"continues after {step} rollouts from {checkpoint.load}"
+            done = "; nothing is left to do" if rollouts is not None and step >= rollouts else ""
+            yield "load", f"continues after {step} rollouts from {checkpoint.load}{done}"
     if checkpoint.save:
         every = f"every {checkpoint.save_interval} rollouts and " if checkpoint.save_interval else ""
         yield "save", f"{every}after the last, below {checkpoint.save}"

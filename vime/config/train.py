@@ -38,11 +38,11 @@ class TrainOptions:
 class OptimizerOptions:
     """Optimizer"""
 
-    optimizer: str = option("adam", "optimizer", choices=("adam",))
+    optimizer: str = option("adam", "optimizer; weight decay is decoupled (AdamW)", choices=("adam",))
     lr: float = option(1e-6, "learning rate", minimum=0)
     min_lr: float = option(0.0, "learning rate at the end of the decay", minimum=0)
     lr_decay_style: str = option(
-        "constant", "schedule", choices=("constant", "linear", "cosine", "inverse-square-root")
+        "constant", "how the learning rate decays", choices=("constant", "linear", "cosine", "inverse-square-root")
     )
     lr_decay_iters: int | None = option(None, "optimizer steps over which it decays (default: the run's)", minimum=1)
     lr_warmup_iters: int = option(0, "optimizer steps of linear warm-up", minimum=0)

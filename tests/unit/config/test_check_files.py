@@ -82,6 +82,9 @@ def test_reference_as_torch_dist(problems: Problems, tmp_path: Path) -> None:
         (folder / "metadata.json").write_text("{}")
     assert problems(f"--ref-load {tmp_path / 'ref'}") == []
     assert problems(f"--ref-load {tmp_path / 'ref' / 'iter_0000001'}") == []
+    (tmp_path / "converted" / "release").mkdir(parents=True)
+    (tmp_path / "converted" / "release" / "metadata.json").write_text("{}")
+    assert problems(f"--ref-load {tmp_path / 'converted'}") == []
 
 
 @pytest.mark.parametrize("there", [False, True])

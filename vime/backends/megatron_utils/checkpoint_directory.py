@@ -122,7 +122,8 @@ def is_complete(path: Path) -> bool:
 def torch_dist_checkpoint(path: str | Path) -> Path | None:
     """The torch_dist checkpoint that ``path`` is or, as a folder of checkpoints, would continue from; else None."""
     path = Path(path)
-    if (path / _MEGATRON_METADATA).is_file():
-        return path
+    for folder in (path, path / "release"):  # "release": Megatron-LM's name for converted weights
+        if (folder / _MEGATRON_METADATA).is_file():
+            return folder
     newest = CheckpointDirectory(path).newest()
     return newest[1] if newest is not None and (newest[1] / _MEGATRON_METADATA).is_file() else None

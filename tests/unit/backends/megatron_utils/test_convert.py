@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.tiny import make_checkpoint
 
-# One process for all conversions (Megatron takes seconds to import), and not this one: the CPU layer patches torch.cuda.
+# One process for all (Megatron takes seconds to import), and not this one: the CPU layer patches torch.cuda.
 _RUN = (
     "import sys, json; from vime.cli import main; print(json.dumps([main(argv) for argv in json.loads(sys.argv[1])]))"
 )
