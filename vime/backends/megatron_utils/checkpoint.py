@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 
 from vime.backends.megatron_utils.checkpoint_directory import torch_dist_checkpoint  # noqa: E402
 from vime.backends.megatron_utils.megatron_fixes import unshare_adam_steps  # noqa: E402
+from vime.backends.megatron_utils.torch_dist_writer import TorchDistWriter  # noqa: E402
 from vime.errors import DataError  # noqa: E402
 from vime.models.layout import ParallelLayout  # noqa: E402
 from vime.models.spec import ModelSpec  # noqa: E402
@@ -76,7 +77,7 @@ def save_checkpoint(
         }
         state["rng"] = _rng_object(_rng_state())
         content = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
-        dist_checkpointing.save(state, str(directory), content_metadata=content)
+        dist_checkpointing.save(state, str(directory), TorchDistWriter(), content_metadata=content)
         dist.barrier()
 
 
@@ -121,6 +122,7 @@ def load_checkpoint(
                 optimizer.load_state_dict(loaded["optimizer"])
             unshare_adam_steps(optimizer)
         if scheduler is not None and ours["scheduler"] is not None:
+            scheduler.num_steps = 0  # Megatron adds the checkpoint's steps to those already done
             scheduler.load_state_dict(ours["scheduler"])
         if same_layout:
             _set_rng_state(loaded["rng"])
@@ -191,7 +193,11 @@ def _optimizer_state(
 ) -> dict[str, Any]:
     _create_adam_state(optimizer)
     models = {key: model_state[key] for key in model_state if key.startswith("model")}
-    return optimizer.sharded_state_dict(models.get("model", models), is_loading=loading, metadata=metadata)
+    state = optimizer.sharded_state_dict(models.get("model", models), is_loading=loading, metadata=metadata)
+    for part in (state, *state.values()):  # of a chained optimizer: by number
+        if isinstance(part, dict) and part.get("param_state", ...) is None:
+            del part["param_state"]  # gathered elsewhere; Megatron would warn that ranks differ in it
+    return state
 
 
 def _create_adam_state(optimizer: Any) -> None:
