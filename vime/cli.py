@@ -109,7 +109,7 @@ def _train(words: list[str]) -> int:
     from vime.cluster.process import start_of_process
 
     start_of_process()
-    logging.basicConfig(level=logging.INFO, handlers=[LogHandler()])
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[LogHandler()])
     from vime.controller import train  # imports Ray, which reads the environment that was set just now
 
     train(config)

@@ -48,7 +48,7 @@ def reinforce(run: Run) -> None:
                 run.save(rollout_id)
         with tracker.phase("update_weights"):
             synced = serving.to_engines(version=rollout_id + 1)
-        tracker.log(rollout_id, synced)
+        tracker.log(rollout_id, {f"sync/{name}": value for name, value in synced.items()})
 
     if run.eval_due(run.num_rollout):
         evaluate(run, run.num_rollout)

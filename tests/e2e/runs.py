@@ -51,6 +51,7 @@ SMALL: dict[str, Any] = {
     "lr": "1e-3",
     "use-kl-loss": True,
     "kl-loss-coef": "0.1",
+    "kl-loss-type": "low_var_kl",
     "entropy-coef": "0.01",
     "no-progress": True,
 }

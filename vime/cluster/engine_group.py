@@ -40,9 +40,10 @@ class EngineHost:
         self._index, self._log = index, log
         self._engine: EngineProcess | None = None
 
-    def start(self, config: Config, spec: ModelSpec, device: Device, gpus: list[int]) -> tuple[str, int | None]:
+    def start(
+        self, config: Config, spec: ModelSpec, device: Device, gpus: list[int], host: str
+    ) -> tuple[str, int | None]:
         """Start the server and wait until it answers; returns its address and pid."""
-        host = ray.util.get_node_ip_address()
         command = engine_command(config, spec, self._index, device=device, gpu_ids=gpus, host=host)
         engine = EngineProcess(command, self._log)
         engine.start()
@@ -88,7 +89,8 @@ class EngineGroup:
             self._hosts[index] = host
             self._ends[index] = host.until_end.remote()
             gpus = [self._placement.seats[seat].gpu for seat in seats]
-            calls[f"engine {index}"] = host.start.remote(self._config, self._spec, self._device, gpus)
+            node = self._placement.seats[seats.start].node
+            calls[f"engine {index}"] = host.start.remote(self._config, self._spec, self._device, gpus, node)
         timeout = self._config.rollout.engine_start_timeout + 30  # the host gives up first, and knows why
         started = gather(calls, "starting the engines", timeout, EngineError)
         for index, (url, pid) in zip(indices, started.values(), strict=True):

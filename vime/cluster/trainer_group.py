@@ -37,12 +37,11 @@ class TrainerRank:
         self._rank = rank
         self._trainer: Any = None
 
-    def process(self) -> tuple[str, int, int]:
-        """This node's address, a free port on it, and this process's pid."""
-        host = ray.util.get_node_ip_address()
+    def process(self, host: str) -> tuple[int, int]:
+        """A free port on this node, and this process's pid."""
         with socket.socket() as probe:
             probe.bind((host, 0))
-            return host, probe.getsockname()[1], os.getpid()
+            return probe.getsockname()[1], os.getpid()
 
     def start(self, config: Config, spec: ModelSpec, world_size: int, init_method: str, device: Device) -> None:
         # Imported here: the driver, which imports this module, has no use for torch and Megatron.
@@ -75,12 +74,14 @@ class TrainerGroup:
             )
             for rank in range(world_size)
         ]
-        places = self._gather([rank.process.remote() for rank in self._ranks], "starting the trainer", _START_SECONDS)
-        self.pids = [pid for _, _, pid in places]
+        hosts = [placement.seats[rank].node for rank in range(world_size)]
+        asked = [rank.process.remote(host) for rank, host in zip(self._ranks, hosts, strict=True)]
+        answers = self._gather(asked, "starting the trainer", _START_SECONDS)
+        self.pids = [pid for _, pid in answers]
         self._ends = {rank.until_end.remote(): number for number, rank in enumerate(self._ranks)}
-        host, port, _ = places[0]
+        init_method = f"tcp://{hosts[0]}:{answers[0][0]}"
         self._gather(
-            [rank.start.remote(config, spec, world_size, f"tcp://{host}:{port}", device) for rank in self._ranks],
+            [rank.start.remote(config, spec, world_size, init_method, device) for rank in self._ranks],
             "loading the model into the trainer",
             _START_SECONDS + config.train.train_timeout,
         )
