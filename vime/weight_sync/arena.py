@@ -16,11 +16,14 @@ import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vime.errors import VimeError
+
+if TYPE_CHECKING:
+    from vime.weight_sync.arena_cuda import CudaArena
 
 Handle = dict[str, Any]
 
@@ -89,12 +92,16 @@ def allocate(num_bytes: int) -> torch.Tensor:
     return create_arena(num_bytes).tensor
 
 
-def arena_of(tensor: torch.Tensor) -> tuple[Arena, int]:
+def arena_of(tensor: torch.Tensor) -> tuple[Arena | CudaArena, int]:
     """The arena that ``tensor`` lies in, and its offset there in bytes.
 
     Raises:
         ArenaError: other processes cannot map this memory.
     """
+    if tensor.is_cuda:
+        from vime.weight_sync.arena_cuda import cuda_arena_of
+
+        return cuda_arena_of(tensor)
     storage = tensor.untyped_storage()
     arena = _ARENAS.get(storage.data_ptr())
     if arena is None:
@@ -102,7 +109,7 @@ def arena_of(tensor: torch.Tensor) -> tuple[Arena, int]:
             f"a parameter of {storage.nbytes()} bytes lies in private memory, so no engine can read it; "
             "parameters must be laid out in memory from vime.weight_sync.arena.allocate"
         )
-    return arena, tensor.storage_offset() * tensor.element_size()
+    return arena, int(tensor.storage_offset()) * tensor.element_size()
 
 
 def open_arena(handle: Handle) -> torch.Tensor:
@@ -111,6 +118,10 @@ def open_arena(handle: Handle) -> torch.Tensor:
     Raises:
         ArenaError: the owner is gone, or this process may not look into it.
     """
+    if handle.get("kind") == "cuda_ipc":
+        from vime.weight_sync.arena_cuda import open_cuda_arena
+
+        return open_cuda_arena(handle)
     if handle.get("kind") != "memfd":
         raise ArenaError(f"arena of unknown kind {handle.get('kind')!r}; trainer and engine run different versions?")
     path = f"/proc/{handle['pid']}/fd/{handle['fd']}"
@@ -144,11 +155,19 @@ class Stamp:
 
     def __init__(self) -> None:
         self.arena = create_arena(_ALIGNMENT, "version stamp")
-        self._cell = self.arena.tensor[:8].view(torch.int64)
-        self._cell.fill_(self.WRITING)
+        self._version, self._meetings = self.arena.tensor[:16].view(torch.int64).unbind()
+        self.set(self.WRITING)
 
     def set(self, version: int) -> None:
-        self._cell.fill_(version)
+        self._version.fill_(version)
+
+    def count_meeting(self) -> None:
+        """The rank is about to meet the others; who waits for it in vain can see how far it came."""
+        self._meetings.add_(1)
+
+    @staticmethod
+    def meetings(page: torch.Tensor) -> int:
+        return int(page[8:16].view(torch.int64))
 
     @staticmethod
     def read(page: torch.Tensor) -> int:

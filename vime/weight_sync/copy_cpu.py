@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
+from vime.weight_sync.checksum import differing
 from vime.weight_sync.program import Copy, CopyProgram, Source
 
 
@@ -23,23 +24,42 @@ def target_view(copy: Copy, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 class CpuCopier:
-    """A program bound to addresses. Bound again when an arena or a parameter has moved."""
+    """A program on prebuilt views."""
 
-    def __init__(
-        self, program: CopyProgram, arenas: Mapping[Source, torch.Tensor], params: Mapping[str, torch.Tensor]
-    ) -> None:
+    def __init__(self, program: CopyProgram) -> None:
         self.program = program
-        self.sources = [source_view(copy, arenas) for copy in program.copies]
-        self.targets = [target_view(copy, params) for copy in program.copies]
+        self._sources: list[torch.Tensor] = []
+        self._targets: list[torch.Tensor] = []
+        self._fills: list[tuple[torch.Tensor, float]] = []
+        self._arenas = program.sources
+        self._params = dict.fromkeys([copy.param for copy in program.copies] + [fill.param for fill in program.fills])
+        self._bound_to: tuple[int, ...] | None = None
+
+    def bind(self, arenas: Mapping[Source, torch.Tensor], params: Mapping[str, torch.Tensor]) -> None:
+        program = self.program
+        used = [arenas[source] for source in self._arenas] + [params[name] for name in self._params]
+        addresses = tuple(tensor.data_ptr() for tensor in used)
+        if addresses == self._bound_to:
+            return
+        self._bound_to = addresses
+        self._sources = [source_view(copy, arenas) for copy in program.copies]
+        self._targets = [target_view(copy, params) for copy in program.copies]
         self._fills = [
             (params[f.param].as_strided(f.shape, f.strides, params[f.param].storage_offset() + f.offset), f.value)
             for f in program.fills
         ]
+
+    def unbind(self) -> None:
+        self._bound_to, self._sources, self._targets, self._fills = None, [], [], []
 
     @torch.no_grad()
     def run(self) -> None:
         """Copy everything. Dtypes may differ; values are converted as ``Tensor.copy_`` does."""
         for view, value in self._fills:
             view.fill_(value)
-        if self.targets:
-            torch._foreach_copy_(self.targets, self.sources)
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)  # pyright: ignore[reportPrivateImportUsage]
+
+    def check(self, mode: str, version: int) -> Callable[[], list[int]]:
+        wrong = differing(self._sources, self._targets, mode, version)
+        return lambda: wrong

@@ -1,0 +1,190 @@
+"""Runs a copy program on a GPU: one launch per batch of the copy table, which for weights means one launch.
+
+Both kernels are bound by memory. A program moves one tile: it reads which run and where, then 16 bytes per access and
+several accesses in flight per thread. Rows are told apart by one 32-bit division per 16 bytes, and not at all in
+contiguous runs. Needs Triton, which every CUDA build of torch brings.
+"""
+
+# pyright: reportMissingImports=false, reportIndexIssue=false
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from vime.weight_sync.copy_cpu import source_view, target_view
+from vime.weight_sync.copy_table import TILE, Batch, Kind, bind, find_runs
+from vime.weight_sync.program import CopyProgram, Source
+
+_WARPS = 4
+_PARTS = 64  # the sampled check looks at one tile in this many, others at every version
+_CHECK_STEP = 1024  # units that the check holds in registers at once, of source and of target
+
+
+@triton.jit
+def _places(run, unit, VECTOR: tl.constexpr):
+    """Element offsets [units, VECTOR] of a run's units, at the source and at the destination."""
+    total = tl.load(run + 2)
+    per_row = tl.load(run + 3)
+    if per_row == total:
+        at = unit.to(tl.int64)
+        to = at
+    else:
+        width = per_row.to(tl.int32)
+        row = unit // width
+        column = (unit - row * width).to(tl.int64)
+        at = row.to(tl.int64) * tl.load(run + 4) + column
+        to = row.to(tl.int64) * tl.load(run + 5) + column
+    lane = tl.arange(0, VECTOR)[None, :]
+    return (at * VECTOR)[:, None] + lane, (to * VECTOR)[:, None] + lane, (unit < total)[:, None]
+
+
+@triton.jit
+def _pointer(address, TYPE: tl.constexpr, VECTOR: tl.constexpr):
+    pointer = address.to(tl.pointer_type(TYPE), bitcast=True)
+    if VECTOR > 1:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def copy_kernel(runs, tiles, READ: tl.constexpr, WRITE: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr):
+    tile = tl.program_id(0).to(tl.int64)
+    run = runs + tl.load(tiles + 2 * tile).to(tl.int64) * 7
+    unit = tl.load(tiles + 2 * tile + 1) + tl.arange(0, TILE)
+    at, to, inside = _places(run, unit, VECTOR)
+    values = tl.load(_pointer(tl.load(run), READ, VECTOR) + at, mask=inside)
+    tl.store(_pointer(tl.load(run + 1), WRITE, VECTOR) + to, values.to(WRITE), mask=inside)
+
+
+@triton.jit
+def check_kernel(
+    runs,
+    tiles,
+    differs,
+    first,
+    step,
+    READ: tl.constexpr,
+    WRITE: tl.constexpr,
+    BITS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Compare tiles first, first + step, ... of target and source bit by bit; differs[copy] = 1 where they differ."""
+    tile = first + tl.program_id(0).to(tl.int64) * step
+    run = runs + tl.load(tiles + 2 * tile).to(tl.int64) * 7
+    source = _pointer(tl.load(run), READ, VECTOR)
+    target = _pointer(tl.load(run + 1), WRITE, VECTOR)
+    start = tl.load(tiles + 2 * tile + 1)
+    wrong = 0
+    for done in range(0, TILE, STEP):
+        unit = start + done + tl.arange(0, STEP)
+        at, to, inside = _places(run, unit, VECTOR)
+        read = tl.load(source + at, mask=inside, other=0).to(WRITE).to(BITS, bitcast=True)
+        written = tl.load(target + to, mask=inside, other=0).to(BITS, bitcast=True)
+        wrong |= tl.max(tl.max((read != written).to(tl.int32), axis=1), axis=0)
+    if wrong != 0:
+        tl.store(differs + tl.load(run + 6), 1)
+
+
+class TritonCopier:
+    """A copy program on one GPU. All work goes to the current stream; :meth:`check`'s answer waits for it."""
+
+    def __init__(self, program: CopyProgram) -> None:
+        self.program = program
+        self._runs = find_runs(program)
+        self._bound_to: tuple[int, ...] | None = None
+        self._launches: list[tuple[Batch, torch.Tensor, torch.Tensor]] = []  # the batch, and its runs and tiles there
+        self._others: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._fills: list[tuple[torch.Tensor, float]] = []
+        # In host memory that the GPU can write to: nearly always nothing is written, and nothing need be fetched.
+        self._differs: torch.Tensor | None = None
+
+    def bind(self, arenas: Mapping[Source, torch.Tensor], params: Mapping[str, torch.Tensor]) -> None:
+        copies, fills = self.program.copies, self.program.fills
+        sources = [arenas[source].data_ptr() for source in self._runs.sources]
+        targets = [params[name] for name in self._runs.params]
+        targets_at = [target.data_ptr() for target in targets]
+        addresses = (*sources, *targets_at, *(params[fill.param].data_ptr() for fill in fills))
+        if addresses == self._bound_to:
+            return
+        self._fills = [
+            (params[f.param].as_strided(f.shape, f.strides, params[f.param].storage_offset() + f.offset), f.value)
+            for f in fills
+        ]
+        batches, others = bind(self._runs, sources, targets_at, [target.dtype for target in targets])
+        self._others = [(n, source_view(copies[n], arenas), target_view(copies[n], params)) for n in others]
+        before, self._launches = self._launches, []
+        for number, batch in enumerate(batches):
+            # Tiles do not depend on addresses, and they are most of the table.
+            same = number < len(before) and batch.tiled_like(before[number][0])
+            device = targets[0].device
+            tiles = before[number][2] if same else torch.from_numpy(batch.tiles()).to(device)
+            self._launches.append((batch, torch.from_numpy(batch.runs).to(device), tiles))
+        if self._differs is None:
+            pinned = bool(targets) and targets[0].is_cuda
+            self._differs = torch.zeros(len(copies), dtype=torch.int32, device="cpu", pin_memory=pinned)
+        self._bound_to = addresses
+
+    def unbind(self) -> None:
+        self._bound_to, self._others, self._fills = None, [], []
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Enqueue all fills and copies."""
+        for view, value in self._fills:
+            view.fill_(value)
+        for batch, runs, tiles in self._launches:
+            read, write, vector = _triton_types(batch.kind)
+            copy_kernel[(len(tiles),)](runs, tiles, read, write, vector, TILE, num_warps=_WARPS)
+        for _, source, target in self._others:
+            target.copy_(source)
+
+    @torch.no_grad()
+    def check(self, mode: str, version: int) -> Callable[[], list[int]]:
+        """Enqueue the comparison of what was written with what is at the source, bit by bit.
+
+        Args:
+            mode: "full", "sampled" (one tile in 64, all of them within 64 versions) or "off".
+            version: which tiles "sampled" looks at.
+
+        Returns:
+            A function that waits for the GPU and returns the numbers of the copies that differ. One check at a time.
+        """
+        differs = self._differs
+        assert differs is not None, "not bound"
+        differs.zero_()
+        step = _PARTS if mode == "sampled" else 1
+        first = version % step
+        for batch, runs, tiles in self._launches if mode != "off" else ():
+            count = len(range(first, len(tiles), step))
+            if count:
+                read, write, vector = _triton_types(batch.kind)
+                bits = _BITS[write.primitive_bitwidth // 8]
+                check_kernel[(count,)](
+                    runs, tiles, differs, first, step, read, write, bits, vector, TILE, _CHECK_STEP, num_warps=_WARPS
+                )
+        unequal = []
+        for number, source, target in self._others if mode != "off" else ():
+            bits = _INTEGERS[target.itemsize]
+            unequal.append((number, (source.to(target.dtype).view(bits) != target.view(bits)).any()))
+
+        def answer() -> list[int]:
+            if torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()
+            found = torch.nonzero(differs)[:, 0].tolist()
+            return sorted(found + [number for number, wrong in unequal if wrong])
+
+        return answer
+
+
+_BITS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _triton_types(kind: Kind) -> tuple[Any, Any, int]:
+    return getattr(tl, kind.read), getattr(tl, kind.write), kind.vector
