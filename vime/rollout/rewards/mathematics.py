@@ -31,7 +31,7 @@ _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]{3,}")
 
 def plain(answer: str) -> str:
     r"""Without what does not change the meaning: ``$``, spaces around, a final full stop, ``\text{}`` around words."""
-    answer = answer.strip().strip("$").strip().removesuffix(".").strip()
+    answer = answer.strip().removesuffix(".").strip(" \t\n$").removesuffix(".").strip()
     return _TEXT.sub(r"\1", answer).strip()
 
 

@@ -1,0 +1,356 @@
+"""Rewards: where the answer stands, when it is right, and what happens when nobody can say."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from vime.config import CheckpointOptions, Config, DataOptions, RewardOptions, RolloutOptions
+from vime.errors import ConfigError, DataError, VimeError
+from vime.rollout.rewards import Rewarder
+from vime.rollout.rewards.extract import answer_line, boxed
+from vime.rollout.rewards.f1 import f1
+from vime.rollout.rewards.mathematics import MathGrader, plain, quick_equal
+from vime.types import Sample
+
+
+def config(label_key: str | None = "label", **reward) -> Config:
+    return Config(
+        checkpoint=CheckpointOptions(hf_checkpoint="none"),
+        rollout=RolloutOptions(rollout_batch_size=1),
+        data=DataOptions(label_key=label_key),
+        reward=RewardOptions(**reward),
+    )
+
+
+def sample(response: str, label: object = "4", index: int = 0, **metadata) -> Sample:
+    return Sample(index, 0, "prompt", [1], label=label, response=response, metadata=metadata)
+
+
+async def scored(rewarder: Rewarder, *samples: Sample):
+    async with rewarder:
+        await asyncio.gather(*(rewarder.score(one) for one in samples))
+    return [one.reward for one in samples]
+
+
+def score(options: Config, *samples: Sample):
+    rewarder = Rewarder(options)
+    try:
+        return asyncio.run(scored(rewarder, *samples))
+    finally:
+        rewarder.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        (r"so \boxed{4}.", "4"),
+        (r"\boxed{1} no, \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed {7}", "7"),
+        (r"\fbox{7}", "7"),
+        (r"$\boxed 7$", "7"),
+        (r"\boxed{cut off", None),
+        ("7", None),
+        (r"\boxed", None),
+    ],
+)
+def test_boxed(text, inside):
+    assert boxed(text) == inside
+
+
+def test_answer_line():
+    assert answer_line("Answer: 3\nthen **Answer:** 4**\nbye") == "4"
+    assert answer_line("the answer is 4") is None
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        (r"<think>hm</think> \boxed{4}", 1),
+        (r"</think> The answer is \boxed{4.0}", 1),
+        ("</think>\nAnswer: 4", 1),
+        (r"###Response \boxed{4}", 1),
+        (r"\boxed{4}</think> \boxed{5}", 0),
+        (r"\boxed{4}", 0),  # never stopped thinking
+        (r"<think> \boxed{4}</think> four", 0),
+        ("</think> 4", 0),
+    ],
+)
+def test_deepscaler(response, reward):
+    assert score(config(rm_type="deepscaler"), sample(response)) == [reward]
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("Answer: 4", 1),
+        (r"Answer: \boxed{4}", 1),
+        (r"Answer: $4$", 1),
+        (r"so \boxed{4}", 1),
+        ("Answer: 5", -1),
+        ("nothing", -1),
+        ("Answer: 4" + " " * 300, -1),
+    ],
+)
+def test_dapo(response, reward):
+    assert score(config(rm_type="dapo"), sample(response)) == [reward]
+
+
+def test_math_reports_what_it_compared():
+    one, two = sample(r"\boxed{\frac{8}{2}}"), sample("4")
+    assert score(config(rm_type="math"), one, two) == [1, 0]
+    assert one.reward_info == {"answer": r"\frac{8}{2}", "correct": True}
+    assert two.reward_info == {"answer": None, "correct": False}
+
+
+EQUAL = [
+    ("0.5", r"\frac{1}{2}"),
+    (r"\frac12", "1/2"),
+    ("1000", "1,000"),
+    ("1e3", "1e3"),
+    (r"\boxed{12}", "12"),
+    (r"2\sqrt{3}", r"\sqrt{12}"),
+    ("(x+1)^2", "x^2+2x+1"),
+    ("Evelyn", r"\text{evelyn}"),
+    (4, "4"),
+    (0.25, "1/4"),
+    (["3", "4"], "4"),
+    ("$5$", "5."),
+    ("5", "x=5"),
+]
+UNEQUAL = [
+    ("3", "4"),
+    ("-3", "3"),
+    ("listen", "silent"),  # products of letters to sympy
+    ("(1,2)", "(2,1)"),
+    ("", "1"),
+    ("1", ""),
+    (r"\pi", "3.14"),
+    (["3", "4"], "5"),
+    ("1", "}{"),
+    ("1", "\\frac{1}{0}"),
+]
+
+
+@pytest.fixture(scope="module")
+def grader():
+    grader = MathGrader(seconds=20, workers=1)
+    yield grader
+    grader.close()
+
+
+@pytest.mark.parametrize(("label", "answer", "right"), [(*p, True) for p in EQUAL] + [(*p, False) for p in UNEQUAL])
+def test_mathematical_equality(grader, label, answer, right):
+    assert asyncio.run(grader.equal(label, answer)) is right
+
+
+def test_easy_cases_need_no_process():
+    assert quick_equal("12", "12.0") is True
+    assert quick_equal("1,200", "1200") is True
+    assert quick_equal("12", "13") is False
+    assert quick_equal("12", "x") is None
+    assert plain(r" $\text{yes}$. ") == "yes"
+
+
+def test_grading_works_in_a_thread_and_from_several_loops(grader):
+    """math-verify's own time limit is a signal: it raises outside the main thread."""
+    results = []
+
+    def work():
+        results.append(asyncio.run(grader.equal("0.5", r"\frac{1}{2}")))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 4
+
+
+@pytest.mark.parametrize("bomb", ["9^{9^{9^{9^{9}}}}", "(10^{10})!", r"\sum_{k=1}^{10^{9}} \sin(k)^{k}"])
+def test_an_answer_that_computes_for_ever_is_wrong_in_time(bomb, caplog):
+    """Also where C code holds the interpreter lock, and the next answer is graded by a new process."""
+    grader = MathGrader(seconds=2, workers=1)
+    try:
+        assert asyncio.run(grader.equal("0.5", r"\frac{1}{2}"))
+        start = time.monotonic()
+        assert not asyncio.run(grader.equal("17", bomb))
+        assert time.monotonic() - start < 60  # for ever, otherwise
+        assert asyncio.run(grader.equal("0.5", r"\frac{2}{4}"))
+    finally:
+        grader.close()
+
+
+def test_closing_leaves_no_process():
+    grader = MathGrader(workers=1)
+    asyncio.run(grader.equal("0.5", r"\frac{1}{2}"))
+    (pid,) = [worker._process.pid for worker in grader._workers]
+    os.kill(pid, 0)
+    grader.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_f1():
+    assert f1("The cat sat.", "a cat sat") == 1
+    assert f1("cat", "cat dog") == pytest.approx(2 / 3)
+    assert f1("x", "y") == 0
+    assert f1("yes it is", "yes") == 0
+    assert f1("b", ["a b c", "b"]) == 1
+
+
+def test_random_depends_on_the_answer_alone():
+    many = [sample("", index=i) for i in range(64)]
+    first = score(config(None, rm_type="random"), *many)
+    assert score(config(None, rm_type="random"), *reversed(many))[::-1] == first
+    assert set(first) == {0.0, 1.0}
+
+
+def test_a_prompt_may_name_its_own_reward():
+    assert score(config(rm_type="math"), sample("Answer: 4", rm_type="dapo"), sample("Answer: 4")) == [1, 0]
+
+
+@pytest.fixture
+def module(monkeypatch):
+    module = types.ModuleType("my_rewards")
+    monkeypatch.setitem(sys.modules, "my_rewards", module)
+    return module
+
+
+def test_custom_functions(module):
+    async def slow(options, one):
+        await asyncio.sleep(0)
+        return {"score": len(one.response), "why": "length"}
+
+    module.sync = lambda options, one: len(one.response)
+    module.slow = slow
+    module.groups = lambda options, group: [one.index for one in group]
+    assert score(config(custom_rm_path="my_rewards.sync"), sample("abc")) == [3]
+    one = sample("abcd")
+    assert score(config(custom_rm_path="my_rewards.slow", reward_key="score"), one) == [4]
+    assert one.reward_info == {"score": 4, "why": "length"}
+    rewarder = Rewarder(config(custom_rm_path="my_rewards.groups", group_rm=True))
+    group = [sample("", index=i) for i in range(3)]
+    asyncio.run(rewarder.score_group(group))
+    assert [one.reward for one in group] == [0, 1, 2]
+
+
+def test_what_a_custom_function_does_wrong_is_said(module):
+    def broken(options, one):
+        raise KeyError("nothing here")
+
+    module.broken = broken
+    module.nan = lambda options, one: float("nan")
+    module.text = lambda options, one: "good"
+    module.table = lambda options, one: {"a": 1}
+    place = f"{Path(__file__).name}:{broken.__code__.co_firstlineno + 1}"
+    for name, more, message in [
+        ("broken", {}, f"KeyError: 'nothing here' at {place}"),
+        ("nan", {}, "must be a finite number"),
+        ("text", {}, "is 'good'"),
+        ("table", {}, "--reward-key says which entry counts"),
+        ("table", {"reward_key": "b"}, "no 'b'"),
+    ]:
+        with pytest.raises(VimeError) as caught:
+            score(config(custom_rm_path=f"my_rewards.{name}", **more), sample("x"))
+        assert message in str(caught.value)
+    module.few = lambda options, group: [1]
+    rewarder = Rewarder(config(custom_rm_path="my_rewards.few", group_rm=True))
+    with pytest.raises(VimeError, match="a list of 2 rewards"):
+        asyncio.run(rewarder.score_group([sample(""), sample("")]))
+
+
+def test_a_custom_function_that_hangs_does_not_hold_up_the_error(module):
+    release = threading.Event()
+    module.hangs = lambda options, one: release.wait(60)
+    start = time.monotonic()
+    with pytest.raises(VimeError, match=r"took longer than 0.1 s"):
+        score(config(custom_rm_path="my_rewards.hangs", rm_timeout=0.1), sample("x"))
+    assert time.monotonic() - start < 30  # the thread waits for 60
+    release.set()
+
+
+def test_options_that_do_not_fit_together(module):
+    for options, message in [
+        (config(None, rm_type="math"), "--label-key is missing"),
+        (config(rm_type="remote_rm"), "needs --rm-url"),
+        (config(rm_type="math", group_rm=True), "--group-rm needs --custom-rm-path"),
+        (config(custom_rm_path="my_rewards.none"), "has no function 'none'"),
+        (config(custom_rm_path="no_such_module.f"), "importing no_such_module failed"),
+        (config(custom_rm_path="f"), "must be module.function"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            Rewarder(options)
+    with pytest.raises(ConfigError, match="nothing says what an answer is worth"):
+        score(config(), sample("x"))
+    with pytest.raises(DataError, match="has no label"):
+        score(config(rm_type="math"), sample("x", label=None))
+
+
+def with_server(handler, options_for):
+    """Run ``options_for(url)`` against a real HTTP server."""
+
+    async def run():
+        app = web.Application()
+        app.router.add_post("/rm", handler)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        try:
+            rewarder = Rewarder(options_for(f"http://127.0.0.1:{port}/rm"))
+            return await scored(rewarder, sample("abc", source="here"))
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+def test_remote_reward_is_asked_again_until_it_answers():
+    seen = []
+
+    async def handler(request):
+        seen.append(await request.json())
+        if len(seen) == 1:
+            return web.Response(status=503)
+        if len(seen) == 2:
+            return web.Response(text="{tru")
+        if len(seen) == 3:
+            request.transport.close()
+            return web.Response()
+        return web.json_response({"score": 0.5})
+
+    reward = with_server(handler, lambda url: config(rm_type="remote_rm", rm_url=url, reward_key="score"))
+    assert reward == [0.5]
+    assert seen == [{"prompt": "prompt", "response": "abc", "label": "4", "metadata": {"source": "here"}}] * 4
+
+
+def test_remote_reward_gives_up_with_the_cause():
+    async def refuses(request):
+        return web.Response(status=422, text="no label")
+
+    async def busy(request):
+        return web.Response(status=503, text="loading")
+
+    async def hangs(request):
+        await asyncio.sleep(30)
+        return web.Response()
+
+    for handler, message in [
+        (refuses, "refuses answer 0: status 422: no label"),
+        (busy, r"within --rm-timeout 0.5 s .*status 503: loading"),
+        (hangs, r"within --rm-timeout 0.5 s \(1 attempts; last: no reply\)"),
+    ]:
+        with pytest.raises(VimeError, match=message):
+            with_server(handler, lambda url: config(rm_type="remote_rm", rm_url=url, rm_timeout=0.5))
