@@ -22,7 +22,7 @@ class AlgorithmOptions:
     use_kl_loss: bool = option(False, "KL divergence to --ref-load in the loss; reported also with coefficient 0")
     kl_loss_coef: float = option(0.0, "weight of the KL divergence in the loss", minimum=0)
     kl_loss_type: str = option(
-        "k1",
+        "low_var_kl",
         "estimator of the KL divergence per token; low_var_kl is k3, clamped",
         choices=("k1", "k2", "k3", "low_var_kl"),
     )

@@ -49,6 +49,7 @@ RESERVED: dict[str, str] = {
     "logprobs-mode": "vime needs processed_logprobs, those of the distribution that was sampled from",
     "enable-scale-out": "vime turns on what it needs",
     "tokens-only": "vime turns on what it needs",
+    "middleware": "vime's own keeps half-updated weights from answering",
     "runner": "engines generate",
     "convert": "engines generate",
 }
