@@ -40,9 +40,7 @@ def sample(tensor: torch.Tensor, version: int) -> tuple[slice, ...]:
     return tuple(index)
 
 
-def differing(
-    sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], mode: str, version: int
-) -> list[int]:
+def differing(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], mode: str, version: int) -> list[int]:
     """Numbers of the copies whose target does not hold what its source holds.
 
     Args:

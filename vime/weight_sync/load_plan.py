@@ -113,7 +113,7 @@ class _Recorder(TorchDispatchMode):
         return target
 
     def _write(self, param: str, target: torch.Tensor, func: Any, args: tuple) -> None:
-        where = (param, tuple(target.size()), tuple(target.stride()), target.storage_offset())
+        where = (param, tuple(target.size()), tuple(target.stride()), int(target.storage_offset()))
         if target.dtype != self.dtypes[param]:
             self.problems[param] = f"written as {target.dtype} where it is {self.dtypes[param]}"
         elif func is aten.copy_.default and isinstance(args[1], torch.Tensor):
@@ -159,7 +159,7 @@ def trace(
         if write.param not in plan.problems and 0 not in write.size:
             writes[write.param].append(write)
     for name in writes:
-        first = params[name].storage_offset()
+        first = int(params[name].storage_offset())
         _settle(plan, name, writes[name], {n: info.shape for n, info in tensors.items()}, first)
     used = {copy.tensor for copy in plan.copies} | {
         write.tensor for write in recorder.writes if write.param in plan.problems
@@ -192,7 +192,9 @@ def _settle(plan: LoadPlan, name: str, writes: list[_Write], shapes: Mapping[str
             plan.fills.append(LoadFill(name, write.size, write.stride, offset, write.value))
             continue
         source, shape = write.source, shapes[write.tensor]
-        regions = regions_of_view(shape, source.shape, source.stride(), source.storage_offset(), write.stride, offset)
+        regions = regions_of_view(
+            shape, source.shape, source.stride(), int(source.storage_offset()), write.stride, offset
+        )
         if regions is None:
             plan.problems[name] = f"{write.tensor} is read through a view that is no box"
             plan.copies = [copy for copy in plan.copies if copy.param != name]

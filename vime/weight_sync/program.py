@@ -8,7 +8,7 @@ survives an arena that moves.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -64,13 +64,20 @@ class CopyProgram:
             out[copy.source[0]] += copy.src_bytes
         return dict(out)
 
-    def only(self, params: Iterable[str]) -> CopyProgram:
-        """The part that writes these parameters."""
-        wanted = set(params)
-        return CopyProgram(
-            [copy for copy in self.copies if copy.param in wanted],
-            [fill for fill in self.fills if fill.param in wanted],
-        )
+    def by_param(self) -> dict[str, CopyProgram]:
+        """The program of each parameter."""
+        parts: dict[str, CopyProgram] = {}
+        for fill in self.fills:
+            parts.setdefault(fill.param, CopyProgram([], [])).fills.append(fill)
+        for copy in self.copies:
+            parts.setdefault(copy.param, CopyProgram([], [])).copies.append(copy)
+        return parts
+
+    @staticmethod
+    def union(parts: Mapping[str, CopyProgram], params: Iterable[str]) -> CopyProgram:
+        """The program of some parameters together; those that nothing is written to count for nothing."""
+        chosen = [parts[param] for param in params if param in parts]
+        return CopyProgram([c for part in chosen for c in part.copies], [f for part in chosen for f in part.fills])
 
 
 def compose(plan: LoadPlan, shards: ShardMap, neighbour: int, node: str) -> CopyProgram:

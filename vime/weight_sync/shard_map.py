@@ -112,19 +112,29 @@ class ShardMap:
 
     def nearest(self, slot: Slot | None, node: str) -> ShardMap:
         """The part that an engine may read: of each box the replicas in its slot, else those on its node, else all."""
-        rank = self.entries[:, 1]
+        rank, group = self.entries[:, 1], self._boxes()
         on_node = np.array([info.rank for info in self.ranks.values() if info.node == node], dtype=np.int64)
         distance = np.where(np.isin(rank, on_node), 1, 2)
         if slot is not None:
             distance[(rank >= slot.start) & (rank < slot.end)] = 0
-        keys = np.ascontiguousarray(np.delete(self.entries[:, : _FIXED + 2 * self.dims], (1, 2, 3), axis=1))
-        _, group = np.unique(keys.view(np.dtype((np.void, keys.itemsize * keys.shape[1]))), return_inverse=True)
-        group = group.reshape(-1)
         closest = np.full(len(self.entries), 2)
         np.minimum.at(closest, group, distance)
         kept = self.entries[distance == closest[group]]
         used = set(kept[:, 1].tolist())
         return replace(self, entries=kept, ranks={r: info for r, info in self.ranks.items() if r in used})
+
+    def first_holders(self, rank: int) -> list[bool]:
+        """For each of a rank's boxes, in its order: whether no lower rank holds the same box."""
+        group = self._boxes()
+        lowest = np.full(len(self.entries), np.iinfo(np.int64).max)
+        np.minimum.at(lowest, group, self.entries[:, 1])
+        return (lowest[group] == rank)[self.entries[:, 1] == rank].tolist()
+
+    def _boxes(self) -> np.ndarray:
+        """Per entry a number that entries of the same box of the same tensor share."""
+        keys = np.ascontiguousarray(np.delete(self.entries[:, : _FIXED + 2 * self.dims], (1, 2, 3), axis=1))
+        _, group = np.unique(keys.view(np.dtype((np.void, keys.itemsize * keys.shape[1]))), return_inverse=True)
+        return group.reshape(-1)
 
     def by_tensor(self) -> dict[str, list[Entry]]:
         """Tensor name -> its boxes."""
@@ -149,58 +159,68 @@ def _runs(values: Sequence[str]) -> list[tuple[str, int]]:
     return out
 
 
-def describe_rank(
+def place(
     rank: int,
     node: str,
     device: str,
+    named_params: Mapping[tuple[int, str], torch.Tensor],
+    stamp: Stamp,
+) -> tuple[RankInfo, dict[tuple[int, str], tuple[int, int]]]:
+    """Where this rank's parameters are now: its arenas, and of each parameter (arena number, byte offset).
+
+    Raises:
+        ArenaError: a parameter that no other process could map.
+    """
+    numbers: dict[int, int] = {}  # an arena's address -> its number
+    handles: list[Handle] = []
+    places: dict[tuple[int, str], tuple[int, int]] = {}
+    for key, param in named_params.items():
+        arena, offset = arena_of(param)
+        number = numbers.setdefault(arena.tensor.data_ptr(), len(handles))
+        if number == len(handles):
+            handles.append(arena.describe())
+        places[key] = (number, offset)
+    return RankInfo(rank, node, device, stamp.arena.describe(), handles), places
+
+
+def describe_rank(
+    info: RankInfo,
+    places: Mapping[tuple[int, str], tuple[int, int]],
     shapes: Mapping[str, Ints],
     pieces: Iterable[Piece],
     named_params: Mapping[tuple[int, str], torch.Tensor],
-    stamp: Stamp,
 ) -> dict[str, Any]:
     """This rank's part of the shard map, as JSON.
 
     Args:
-        rank: global trainer rank.
-        node, device: where it runs.
+        info, places: from :func:`place`.
         shapes: name -> shape of every checkpoint tensor, in the order that all ranks agree on.
         pieces: what this rank holds.
-        named_params: (chunk, name) -> parameter, contiguous and inside an arena.
-        stamp: this rank's version page.
+        named_params: (chunk, name) -> parameter, contiguous.
 
     Raises:
-        ArenaError: a parameter that no other process could map.
         KeyError, ValueError: pieces that do not fit the parameters; a fault in the model's layout rules.
     """
     numbers = {name: number for number, name in enumerate(shapes)}
     dims = max((len(shape) for shape in shapes.values()), default=0)
-    arenas: dict[int, int] = {}  # address -> number
-    handles: list[Handle] = []
-    places: dict[tuple[int, str], tuple[int, int]] = {}
     dtypes: dict[str, str] = {}
     rows = []
     for piece in pieces:
         key = (piece.chunk, piece.param)
-        param = named_params[key]
-        if key not in places:
-            if not param.is_contiguous():
-                raise ValueError(f"parameter {piece.param} is not contiguous")
-            arena, offset = arena_of(param)
-            number = arenas.setdefault(arena.tensor.data_ptr(), len(arenas))
-            if number == len(handles):
-                handles.append(arena.describe())
-            places[key] = (number, offset)
-        number, offset = places[key]
+        param, (arena, offset) = named_params[key], places[key]
         dtype = str(param.dtype).removeprefix("torch.")
         if dtypes.setdefault(piece.tensor, dtype) != dtype:
             raise ValueError(f"{piece.tensor} is held as {dtypes[piece.tensor]} and as {dtype}")
         span = sum((n - 1) * stride for n, stride in zip(box_shape(piece.box), piece.strides, strict=True))
-        if piece.offset < 0 or piece.offset + span >= param.numel():
-            raise ValueError(f"{piece.tensor} {piece.box} reaches out of parameter {piece.param} {tuple(param.shape)}")
+        if not param.is_contiguous() or piece.offset < 0 or piece.offset + span >= param.numel():
+            raise ValueError(
+                f"{piece.tensor} {piece.box} does not lie in parameter {piece.param} {tuple(param.shape)}, "
+                f"strides {tuple(param.stride())}"
+            )
         pad = dims - len(piece.box)
         rows.append(
             (
-                *(numbers[piece.tensor], rank, number, offset + piece.offset * param.element_size()),
+                *(numbers[piece.tensor], info.rank, arena, offset + piece.offset * param.element_size()),
                 *(*(start for start, _ in piece.box), *(0,) * pad),
                 *(*(stop for _, stop in piece.box), *(1,) * pad),
                 *(*piece.strides, *(0,) * pad),
@@ -208,7 +228,7 @@ def describe_rank(
         )
     entries = np.array(rows, dtype=np.int64).reshape(-1, _FIXED + 3 * dims)
     return {
-        "rank": vars(RankInfo(rank, node, device, stamp.arena.describe(), handles)),
+        "rank": vars(info),
         "metadata": metadata_digest(shapes),
         "dtypes": _runs([dtypes.get(name, "") for name in shapes]),
         "dims": dims,

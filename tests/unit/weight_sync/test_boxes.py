@@ -98,7 +98,7 @@ def test_a_view_becomes_boxes_that_copy_the_same_elements(pair: tuple[torch.Tens
         part = part.narrow(position, grown.shape[position] - view.shape[k], view.shape[k])
     part = part.permute([list(order).index(k) for k in range(view.dim())])
     regions = regions_of_view(
-        source.shape, view.shape, view.stride(), view.storage_offset(), part.stride(), part.storage_offset()
+        source.shape, view.shape, view.stride(), int(view.storage_offset()), part.stride(), int(part.storage_offset())
     )
     assert regions is not None
     ours = torch.zeros_like(grown)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vime.backends.vllm_utils.plugin import BACKEND, WORKER_EXTENSION
+from vime.backends.vllm_utils.weight_guard import MIDDLEWARE
 from vime.config import Config
 from vime.errors import ConfigError
 from vime.models.spec import ModelSpec
@@ -31,6 +32,7 @@ OWNED_FLAGS = {
     "api-server-count": "nothing: weight updates go through one server",
     "logprobs-mode": "nothing: training needs processed_logprobs, those of the distribution sampled from",
     "weight-transfer-config": "--update-weight-transport",
+    "middleware": "nothing: vime's own must be the outermost",
     "worker-extension-cls": "nothing: vime extends the workers itself",
     "tokens-only": "nothing: stop strings need the tokenizer",
 }
@@ -140,6 +142,7 @@ def engine_command(
     if weight_transfer:
         flags["weight-transfer-config"] = json.dumps({"backend": BACKEND})
         flags["worker-extension-cls"] = WORKER_EXTENSION
+        flags["middleware"] = MIDDLEWARE  # generation is refused while the weights are half-written
     if needs_scale_out_flag(vllm_version or installed_version()):
         flags["enable-scale-out"] = True
     if device == "cpu":

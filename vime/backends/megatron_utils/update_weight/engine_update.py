@@ -1,0 +1,177 @@
+"""One engine's weight update, as its slot leader drives it: pause, start, weights, finish, reset prefix cache, resume.
+
+Only the leader, the lowest global rank of the engine's slot, makes these calls, so each is made once per engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Concatenate, ParamSpec, TypeAlias
+
+from vime.backends.megatron_utils.update_weight.exchange import error_value
+from vime.backends.vllm_utils.client import EngineClient
+from vime.errors import EngineError
+from vime.types import EngineAddress
+
+State = dict[str, Any]  # what a worker says of itself (weight_transfer.py)
+_ABORT_SECONDS = 10.0
+
+
+P = ParamSpec("P")
+Step: TypeAlias = Callable[Concatenate["EngineUpdate", P], None]
+
+
+def _step(phase: str) -> Callable[[Step[P]], Step[P]]:
+    """Make a method a step: timed; skipped after a failure; its own failure kept."""
+
+    def decorate(method: Step[P]) -> Step[P]:
+        @functools.wraps(method)
+        def step(self: EngineUpdate, *args: P.args, **kwargs: P.kwargs) -> None:
+            if self.failure is not None:
+                return
+            started = time.perf_counter()
+            try:
+                method(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the leader must come to the next meeting
+                self.fail(error, phase)
+            finally:
+                self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+
+        return step
+
+    return decorate
+
+
+class EngineUpdate:
+    """Steps of one update of one engine.
+
+    A step that fails is kept as ``failure``, and the steps after it do nothing: the leader has to come to the ranks'
+    next meeting whatever happens to its engine. The engine then holds a mixture of weights. It refuses to generate
+    (weight_guard.py) and can be updated again.
+
+    Args:
+        resume: whether it shall generate again afterwards; None: if it does now. Whoever put it to sleep wakes it.
+        timeout: seconds that all steps together may take.
+
+    Attributes:
+        seconds: phase -> how long it took.
+        knew_us: every worker had our shard map before :meth:`connect`.
+        states: the workers' states after the last step that asked for them.
+    """
+
+    def __init__(self, address: EngineAddress, connection: str, timeout: float, resume: bool | None = None) -> None:
+        self.address, self.connection, self.resumes = address, connection, resume
+        self.seconds: dict[str, float] = {}
+        self.failure: dict[str, Any] | None = None
+        self.states: list[State] = []
+        self.knew_us = True
+        self._client = EngineClient(address.url, address.index)
+        self._end = time.monotonic() + timeout
+        self._digests: list[State] = []
+
+    def __str__(self) -> str:
+        return f"engine {self.address.index} ({self.address.url})"
+
+    # ------------------------------------------------------------------ steps
+
+    @_step("connect")
+    def connect(self, info: dict[str, Any]) -> None:
+        """Hand the shard map to every worker, unless they have it already."""
+        self.states = self._workers("vime_weight_state")
+        if len(self.states) != self.address.world_size:
+            raise EngineError(f"has {len(self.states)} workers, {self.address.world_size} were expected")
+        if any(state.get("connection") != self.connection for state in self.states):
+            self.knew_us = False
+            self._workers("vime_abort_weight_update")  # one that an earlier trainer has left open
+            self._client.init_weight_transfer(info, timeout=self._left())
+            self.states = self._workers("vime_weight_state")
+
+    @_step("pause")
+    def pause(self) -> None:
+        """Until nothing runs: answers in flight end, new ones wait."""
+        if self.resumes is None:
+            self.resumes = not self._client.is_sleeping()  # which is also true of one that is only paused
+        self._client.pause("wait", timeout=self._left())
+
+    @_step("start")
+    def start(self) -> None:
+        self._workers("vime_abort_weight_update")
+        self._client.start_weight_update(timeout=self._left())
+
+    @_step("update")
+    def send(self, message: dict[str, Any]) -> None:
+        """One message of the update: the planned path's only one, or a bucket."""
+        self._client.update_weights(message, timeout=self._left())
+
+    @_step("finish")
+    def finish(self, version: int) -> None:
+        """Commit the version, which every worker must confirm."""
+        self._client.finish_weight_update(version, timeout=self._left())
+        self.states = self._workers("vime_weight_state")
+        for number, state in enumerate(self.states):
+            if (state.get("version"), state.get("connection")) != (version, self.connection):
+                raise EngineError(f"worker {number} holds version {state.get('version')}, not {version}")
+
+    @_step("resume")
+    def resume(self) -> None:
+        self._client.reset_prefix_cache()
+        if self.resumes:
+            self._client.resume()
+
+    @_step("proof")
+    def poison(self) -> None:
+        """Make every weight NaN, so that whatever the next path leaves out shows."""
+        self._workers("vime_poison_weights")
+
+    @_step("proof")
+    def keep_digests(self) -> None:
+        """Remember what one path has left in the engine."""
+        self._digests = self._workers("vime_weight_digests")
+
+    @_step("proof")
+    def compare_digests(self) -> None:
+        """The other path must have left the same bytes in every parameter and buffer of every worker."""
+        for worker, (ours, theirs) in enumerate(zip(self._digests, self._workers("vime_weight_digests"), strict=True)):
+            differing = [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)]
+            if differing or not ours:
+                raise EngineError(
+                    f"worker {worker}: the planned and the bucketed path left different bytes in "
+                    f"{len(differing)} of {len(ours)} tensors, for instance {min(differing, default='none')}; "
+                    "this is a fault of vime: report it, and use --update-weight-transport bucketed meanwhile"
+                )
+
+    def fail(self, error: Exception, phase: str = "update") -> None:
+        """Keep a failure that happened outside the engine but leaves its update unfinished."""
+        value = error_value(error, phase, str(self))
+        self.failure = value | {"phase": phase, "where": str(self), "engines": [self.address.index]}
+
+    def close(self) -> None:
+        """After the last step. Leaves the engine in a state from which another update can start."""
+        if self.failure is not None:
+            with contextlib.suppress(EngineError):
+                self._client.collective_rpc("vime_abort_weight_update", timeout=_ABORT_SECONDS)
+        self._client.close()
+
+    # ------------------------------------------------------------------ inside
+
+    def _workers(self, method: str) -> list[State]:
+        answers = self._client.collective_rpc(method, timeout=self._left())
+        return [answer if isinstance(answer, dict) else {} for answer in answers]
+
+    def _left(self) -> float:
+        """Seconds to the deadline; never none at all, so that a call that comes too late names itself."""
+        return max(self._end - time.monotonic(), 0.1)
+
+
+def for_each(updates: Sequence[EngineUpdate], steps: Callable[[EngineUpdate], None]) -> None:
+    """Take some steps with several engines at once."""
+    if len(updates) <= 1:
+        for update in updates:
+            steps(update)
+        return
+    with ThreadPoolExecutor(len(updates)) as threads:
+        list(threads.map(steps, updates))

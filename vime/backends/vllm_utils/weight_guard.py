@@ -1,0 +1,140 @@
+"""An engine never answers with weights that are half one version and half another.
+
+ASGI middleware in front of vLLM's server (``--middleware``). It watches the control calls that pass through it:
+
+* while a weight update is open, generation requests are held, and go on when it has finished;
+* after an update that failed, and after a sleep of level 2 (which drops the weights), they are answered with 503 and
+  the reason, until an update has finished;
+* an update is refused with 409 while the weights are asleep.
+
+vLLM itself would generate from whatever is in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+from urllib.parse import parse_qs
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+MIDDLEWARE = "vime.backends.vllm_utils.weight_guard.WeightGuard"
+_GENERATES = ("/v1/", "/v2/", "/inference/", "/generate", "/invocations", "/pooling", "/score", "/classify", "/rerank")
+_UPDATES = ("/start_weight_update", "/update_weights", "/finish_weight_update", "/collective_rpc")
+_CONTROLS = (*_UPDATES, "/sleep", "/wake_up")
+_ABORT = "vime_abort_weight_update"
+
+
+class WeightGuard:
+    """One per API server; vime runs one API server per engine."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._refuses: str | None = None  # why generation is refused
+        self._asleep = False
+        self._open = False
+        self._settled: asyncio.Event | None = None  # set when no update is open
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+        elif path in _CONTROLS:
+            await self._control(path, scope, receive, send)
+        elif path.startswith(_GENERATES):
+            while self._open and self._settled is not None:
+                await self._settled.wait()
+            if self._refuses is not None:
+                await _answer(send, 503, f"this engine does not generate: {self._refuses}")
+            else:
+                await self._app(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _control(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        if path == "/start_weight_update" and self._asleep:
+            await _answer(send, 409, "the weights are asleep: wake them (/wake_up?tags=weights) before an update")
+            return
+        body = await _read(receive)
+        status = 0
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                # Before the answer is sent: whoever gets it may generate at once.
+                self._after(path, scope, body, status)
+            await send(message)
+
+        try:
+            await self._app(scope, _replay(body, receive), watch)
+        finally:
+            if not status:  # the caller has gone, or the server failed without an answer
+                self._after(path, scope, body, 500)
+
+    def _after(self, path: str, scope: Scope, body: bytes, status: int) -> None:
+        query = parse_qs(scope.get("query_string", b"").decode())
+        if path == "/sleep" and status == 200:
+            level = int(query.get("level", ["1"])[0])
+            self._asleep = self._asleep or level >= 1
+            if level == 2:
+                self._refuses = "a sleep of level 2 has dropped its weights, and no weight update has finished since"
+        elif path == "/wake_up" and status == 200:
+            tags = query.get("tags", [])
+            self._asleep = self._asleep and bool(tags) and "weights" not in tags
+        elif path == "/start_weight_update" and status == 200:
+            self._open, self._settled = True, self._settled or asyncio.Event()
+            self._settled.clear()
+        elif self._open and path == "/finish_weight_update" and status == 200:
+            self._close(None)
+        elif self._open and path in _UPDATES and (status != 200 or _calls(path, body) == _ABORT):
+            self._close("its last weight update failed half-way, and none has finished since")
+
+    def _close(self, refuses: str | None) -> None:
+        self._open, self._refuses = False, refuses
+        if self._settled is not None:
+            self._settled.set()
+
+
+def _calls(path: str, body: bytes) -> str | None:
+    if path != "/collective_rpc":
+        return None
+    try:
+        return json.loads(body).get("method")
+    except (ValueError, AttributeError):
+        return None
+
+
+async def _read(receive: Receive) -> bytes:
+    body = b""
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            return body
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    sent = False
+
+    async def replayed() -> Message:
+        nonlocal sent
+        if sent:
+            return await receive()  # the caller's disconnection
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replayed
+
+
+async def _answer(send: Send, status: int, text: str) -> None:
+    body = json.dumps({"error": {"message": text, "type": "weights_not_synced", "code": status}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

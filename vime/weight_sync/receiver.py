@@ -1,0 +1,267 @@
+"""The engine's side of a planned sync, for one worker. Knows nothing of vLLM: the model stands behind a protocol.
+
+What a worker guarantees. It writes nothing unless every trainer rank it reads from holds the version it was told. It
+looks again when it is done: a trainer that went on during the copy is noticed. It compares what it read with what it
+wrote. If anything raises, the model holds a mixture; the caller must not generate with it, and a later update that
+succeeds makes it whole again, since every update writes everything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from vime.errors import WeightSyncError
+from vime.weight_sync.arena import Handle, Stamp, open_arena
+from vime.weight_sync.copy_cpu import CpuCopier
+from vime.weight_sync.load_plan import LoadPlan
+from vime.weight_sync.program import CopyProgram, Source, compose
+from vime.weight_sync.shard_map import RankInfo, ShardMap, TensorInfo
+
+
+class StagedLayer(Protocol):
+    """A layer whose live tensors are not in load format: quantised, shuffled or packed after loading."""
+
+    @property
+    def params(self) -> list[str]:
+        """The load-format parameters, by the names of the load plan."""
+        ...
+
+    def open(self) -> dict[str, torch.Tensor]:
+        """Put load-format tensors in place of the live ones; the unwritten parts of them are zero."""
+        ...
+
+    def close(self) -> None:
+        """Process what was written, as after loading, and put the live tensors back with the result."""
+        ...
+
+    def abort(self) -> None:
+        """Put the live tensors back as they were."""
+        ...
+
+
+class Model(Protocol):
+    """What the receiver needs of an engine's model."""
+
+    def trace(self, tensors: Mapping[str, TensorInfo]) -> LoadPlan: ...
+
+    def direct(self) -> dict[str, torch.Tensor]:
+        """Live tensors that are in load format, by the names of the load plan."""
+        ...
+
+    def staged(self) -> Sequence[StagedLayer]: ...
+
+    def settle(self) -> None:
+        """After all parameters were written: whatever is derived from several layers' weights."""
+        ...
+
+
+class Copier(Protocol):
+    """Performs one copy program."""
+
+    program: CopyProgram
+
+    def bind(self, arenas: Mapping[Source, torch.Tensor], params: Mapping[str, torch.Tensor]) -> None:
+        """Take today's addresses. Before the first run, and whenever an arena or a parameter may have moved."""
+        ...
+
+    def unbind(self) -> None:
+        """Keep nothing of what :meth:`bind` was given."""
+        ...
+
+    def run(self) -> None:
+        """Copy everything; on a GPU, enqueue it."""
+        ...
+
+    def check(self, mode: str, version: int) -> Callable[[], list[int]]:
+        """Compare what was written with what is at the source: "full", "sampled" (another part at every version) or
+        "off". Returns a function that waits until copy and check are done, and returns the numbers of the copies that
+        differ. Targets may be gone by then."""
+        ...
+
+
+def make_copier(program: CopyProgram, device: torch.device) -> Copier:
+    if device.type == "cuda":
+        from vime.weight_sync.copy_triton import TritonCopier  # Triton is there with CUDA only
+
+        return TritonCopier(program)
+    return CpuCopier(program)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker stands."""
+
+    engine: int
+    worker: int
+    neighbour: int  # the trainer rank on the same device; without one, the worker's number
+    node: str
+
+    def __str__(self) -> str:
+        return f"engine {self.engine}, worker {self.worker}"
+
+
+@dataclass
+class Report:
+    """What one worker did in its last update. Seconds and bytes."""
+
+    version: int | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    bytes_by_rank: dict[int, int] = field(default_factory=dict)
+    copies: int = 0
+    checked: str = "off"
+
+
+class Receiver:
+    """Plans once (:meth:`connect`), then replays (:meth:`update`)."""
+
+    def __init__(self, model: Model, place: Place, check: str, device: torch.device | None = None) -> None:
+        """check: "full", "sampled" or "off". device: of the model (default: the CPU)."""
+        self.model, self.place, self.check = model, place, check
+        self.device = device or torch.device("cpu")
+        self.plan: LoadPlan | None = None
+        self.report = Report()
+        self._arenas: dict[Source, torch.Tensor] = {}
+        self._stamps: dict[int, torch.Tensor] = {}
+        self._handles: dict[tuple[int, str], Handle] = {}
+        self._program = CopyProgram([], [])
+        self._direct: Copier = CpuCopier(self._program)
+        self._layers: list[tuple[StagedLayer, Copier]] = []
+        self._checks: list[tuple[Copier, Callable[[], list[int]]]] = []  # of the update that is going on
+
+    # ------------------------------------------------------------------ connect
+
+    def connect(self, shards: ShardMap) -> LoadPlan:
+        """Make the plan and open the arenas. If the plan has problems nothing more is done: the caller decides.
+
+        Raises:
+            WeightSyncError: the trainer does not hold what the engine wants.
+            ArenaError: the trainer's memory cannot be opened.
+        """
+        started = time.perf_counter()
+        self.plan = self.model.trace(shards.tensors)
+        if self.plan.problems:
+            return self.plan
+        self._program = compose(self.plan, shards, self.place.neighbour, self.place.node)
+        parts = self._program.by_param()
+        self._direct = make_copier(CopyProgram.union(parts, self.model.direct()), self.device)
+        self._layers = [
+            (layer, make_copier(CopyProgram.union(parts, layer.params), self.device)) for layer in self.model.staged()
+        ]
+        traced = time.perf_counter()
+        self._open(shards.ranks)
+        self.report.seconds = {"plan": traced - started, "open": time.perf_counter() - traced}
+        self.report.bytes_by_rank = self._program.bytes_by_rank()
+        self.report.copies = len(self._program.copies)
+        return self.plan
+
+    def _open(self, ranks: Mapping[int, RankInfo]) -> None:
+        """Open what the program reads and is not open yet, or has moved."""
+        for rank, number in self._program.sources:
+            if rank not in ranks:
+                continue
+            for key, handle in ((f"arena {number}", ranks[rank].arenas[number]), ("stamp", ranks[rank].stamp)):
+                if self._handles.get((rank, key)) == handle:
+                    continue
+                opened = open_arena(handle)
+                if key == "stamp":
+                    self._stamps[rank] = opened
+                else:
+                    self._arenas[rank, number] = opened
+                self._handles[rank, key] = handle
+
+    def release(self) -> None:
+        """Unmap the trainer's memory, so that the trainer can give it back. The plan stays; the next update must be
+        told of every rank's arenas again."""
+        self._checks.clear()
+        for copier in (self._direct, *(copier for _, copier in self._layers)):
+            copier.unbind()
+        self._arenas.clear()
+        self._stamps.clear()
+        self._handles.clear()
+
+    def close(self) -> None:
+        """Unmap the trainer's memory for good."""
+        self.release()
+        self._layers.clear()
+
+    # ------------------------------------------------------------------ update
+
+    @torch.no_grad()
+    def update(self, version: int, moved: Mapping[int, RankInfo] | None = None) -> None:
+        """Copy every weight.
+
+        Args:
+            version: what the trainer's stamps must say.
+            moved: ranks whose arenas have other handles than before.
+
+        Raises:
+            WeightSyncError: the trainer holds another version, or a checksum differs. Names the rank, or the tensors.
+        """
+        if self.plan is None or self.plan.problems:
+            raise self._error("no copy program: connect first", "copy")
+        self.report.version = None
+        started = time.perf_counter()
+        self._open(moved or {})
+        self._expect(version, "holds")
+        opened = time.perf_counter()
+        self._checks.clear()
+        self._copy(self._direct, self.model.direct(), version)
+        copied = time.perf_counter()
+        for layer, copier in self._layers:
+            self._update_layer(layer, copier, version)
+        self.model.settle()
+        staged = time.perf_counter()
+        self._verify()
+        self._expect(version, "went on during the copy to")
+        self.report.seconds |= {
+            "open": opened - started,
+            "direct": copied - opened,
+            "staged": staged - copied,
+            "check": time.perf_counter() - staged,  # on a GPU: until everything enqueued above is done
+        }
+        self.report.version, self.report.checked = version, self.check
+
+    def _copy(self, copier: Copier, params: Mapping[str, torch.Tensor], version: int) -> None:
+        copier.bind(self._arenas, params)
+        copier.run()
+        self._checks.append((copier, copier.check(self.check, version)))
+
+    def _update_layer(self, layer: StagedLayer, copier: Copier, version: int) -> None:
+        try:
+            self._copy(copier, layer.open(), version)
+        except BaseException:
+            layer.abort()
+            raise
+        layer.close()
+
+    def _verify(self) -> None:
+        """Wait for all copies and what comparing them found."""
+        for copier, answer in self._checks:
+            wrong = answer()
+            if wrong:
+                first = copier.program.copies[wrong[0]]
+                cause = (
+                    f"{len(wrong)} of {len(copier.program.copies)} copies arrived changed, the first of {first.tensor} "
+                    f"from trainer rank {first.source[0]} to {first.param}"
+                )
+                raise self._error(cause, "checksum")
+        self._checks.clear()
+
+    def _expect(self, version: int, verb: str) -> None:
+        for rank, page in self._stamps.items():
+            found = Stamp.read(page)
+            if found != version:
+                words = "weights that are being changed" if found == Stamp.WRITING else f"version {found}"
+                raise self._error(f"trainer rank {rank} {verb} {words}, expected version {version}", "version")
+
+    def _error(self, cause: str, phase: str) -> WeightSyncError:
+        return WeightSyncError(phase, str(self.place), cause)
+
+    def state(self) -> dict[str, Any]:
+        """The report as JSON."""
+        return {**vars(self.report), "bytes_by_rank": {str(k): v for k, v in self.report.bytes_by_rank.items()}}
