@@ -60,6 +60,8 @@ class Run:
             (folder / _ROLLOUT_STATE).write_text(json.dumps(self.rollout.state_dict()))
         if self.config.checkpoint.keep_checkpoints:
             directory.prune(self.config.checkpoint.keep_checkpoints)
+        if "{rollout_id}" in (self.config.checkpoint.save_hf or ""):
+            self.export(rollout_id + 1)
 
     def export(self, rollout_id: int) -> None:
         """Write the weights for transformers, where ``--save-hf`` asks for it."""
