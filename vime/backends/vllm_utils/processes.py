@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 SHARED_MEMORY = "/dev/shm/"
-# What vLLM, torch, NCCL and multiprocessing create there. The trainer's arenas, which workers map too, are none of these.
+# What vLLM, torch, NCCL and multiprocessing create there. Not the arenas of trainers, which workers map as well.
 PREFIXES = ("psm_", "vllm_dist_", "torch_", "nccl-", "sem.mp-")
 _NOTE = "segments"
 
