@@ -17,6 +17,10 @@ def read(config: HFConfig) -> ModelSpec:
     experts, top_k = config.size("num_experts", "num_local_experts"), config.size("num_experts_per_tok")
     if top_k > experts:
         config.refuse(f"num_experts_per_tok = {top_k} of {experts} experts")
+    normalised = bool(config.get("norm_topk_prob", default=False))
+    if top_k == 1 and normalised:
+        # The chosen expert's weight is then always 1 and the router never learns; Megatron refuses it, too.
+        config.refuse("num_experts_per_tok = 1 with norm_topk_prob")
     return read_decoder(
         config,
         # transformers' Qwen3MoeConfig has no default head_dim but hidden_size // num_attention_heads
@@ -25,7 +29,7 @@ def read(config: HFConfig) -> ModelSpec:
         num_experts=experts,
         moe_router_topk=top_k,
         moe_ffn_hidden_size=config.size("moe_intermediate_size"),
-        norm_topk_prob=bool(config.get("norm_topk_prob", default=False)),
+        norm_topk_prob=normalised,
         moe_layers=moe_layers,
     )
 
