@@ -1,0 +1,97 @@
+"""The GPU's copy and check kernels, against torch's own copies. Without a GPU, Triton's interpreter runs them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+pytest.importorskip("triton", reason="comes with CUDA builds of torch only")
+
+from tests.unit.weight_sync.test_copy_table import DTYPES, SPAN, copies
+from vime.weight_sync.copy_triton import TritonCopier
+from vime.weight_sync.load_plan import LoadFill
+from vime.weight_sync.program import Copy, CopyProgram
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EXAMPLES = 300 if DEVICE == "cuda" else 25
+
+
+def numbers(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-99, 99, (count,), generator=generator).to(dtype).to(DEVICE)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(copies(), st.sampled_from((None, *DTYPES)), st.integers(0, 2**31))
+def test_the_kernel_does_what_the_copy_says(copy: Copy, dst_dtype, seed: int) -> None:
+    dst_dtype = dst_dtype or copy.src_dtype
+    arena = numbers(copy.src_dtype, SPAN // copy.src_dtype.itemsize, seed).view(torch.uint8)
+    param = numbers(dst_dtype, SPAN // dst_dtype.itemsize, seed + 1)
+    expected = param.clone()
+    source = arena.view(copy.src_dtype).as_strided(
+        copy.shape, copy.src_strides, copy.src_offset // copy.src_dtype.itemsize
+    )
+    expected.as_strided(copy.shape, copy.dst_strides, copy.dst_offset).copy_(source)
+    copier = TritonCopier(CopyProgram([copy], []))
+    copier.bind({(0, 0): arena}, {"p": param})
+    copier.run()
+    assert copier.check("full", 0)() == []
+    assert torch.equal(param.view(torch.uint8), expected.view(torch.uint8))
+
+
+def weights() -> tuple[CopyProgram, dict, dict]:
+    """Three copies: contiguous, strided, converted; and a fill."""
+    arenas = {(0, 0): numbers(torch.bfloat16, 1 << 18, 0).view(torch.uint8)}
+    arenas[1, 0] = numbers(torch.float32, 1 << 14, 1).view(torch.uint8)
+    params = {
+        "a": torch.zeros(1 << 17, dtype=torch.bfloat16, device=DEVICE),
+        "b": torch.zeros(256, 96, dtype=torch.bfloat16, device=DEVICE),
+        "c": torch.zeros(1 << 14, dtype=torch.bfloat16, device=DEVICE),
+    }
+    program = CopyProgram(
+        [
+            Copy((0, 0), 0, torch.bfloat16, (1,), "a", 0, (1,), (1 << 17,), "A"),
+            Copy((0, 0), 64, torch.bfloat16, (192, 1), "b", 0, (96, 1), (256, 64), "B"),
+            Copy((1, 0), 0, torch.float32, (1,), "c", 0, (1,), (1 << 14,), "C"),
+        ],
+        [LoadFill("b", (256, 32), (96, 1), 64, 7.0)],
+    )
+    return program, arenas, params
+
+
+def test_a_flipped_bit_is_found_and_its_copy_named() -> None:
+    program, arenas, params = weights()
+    copier = TritonCopier(program)
+    copier.bind(arenas, params)
+    copier.run()
+    assert copier.check("full", 0)() == []
+    assert (params["b"][:, 64:] == 7).all()
+    for number, (name, place) in enumerate({"a": 70000, "b": 96 * 200 + 63, "c": 9999}.items()):
+        params[name].view(torch.int16).view(-1)[place] ^= 1 << 3
+        assert copier.check("full", 0)() == [number]
+        assert copier.check("off", 0)() == []
+        found = [copier.check("sampled", version)() for version in range(64)]
+        assert sorted(found)[-1] == [number]
+        assert [] in found
+        params[name].view(torch.int16).view(-1)[place] ^= 1 << 3
+    assert copier.check("full", 0)() == []
+
+
+def test_bound_again_where_an_arena_has_moved() -> None:
+    program, arenas, params = weights()
+    copier = TritonCopier(program)
+    copier.bind(arenas, params)
+    copier.run()
+    moved = {source: arena.clone() for source, arena in arenas.items()}
+    moved[0, 0].view(torch.bfloat16).neg_()
+    before = params["a"].clone()
+    copier.bind(moved, params)
+    copier.run()
+    assert copier.check("full", 0)() == []
+    assert torch.equal(params["a"], -before)
