@@ -21,7 +21,7 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 from vime.backends.megatron_utils.log_probs import Vocabulary, log_probs_and_entropy  # noqa: E402
 from vime.backends.megatron_utils.microbatch import plan  # noqa: E402
-from vime.backends.megatron_utils.model_provider import DecoderModel  # noqa: E402
+from vime.backends.megatron_utils.model_provider import DecoderModel, needs_rows_of_one_length  # noqa: E402
 from vime.backends.megatron_utils.packing import MicroBatch, Rotary, pack, padded_length, row_length  # noqa: E402
 from vime.backends.megatron_utils.parallel import Groups  # noqa: E402
 from vime.config import Config  # noqa: E402
@@ -47,6 +47,7 @@ class Forward:
     ) -> None:
         self._config, self._layout, self._groups, self._megatron = config, layout, groups, megatron
         self._chunks, self._device = list(ddp_chunks), device
+        self._one_length = needs_rows_of_one_length(config, spec, layout)
         self._rotary = Rotary(spec.kv_channels, spec.rotary_base, device)
         padded = spec.padded_vocab_size(layout.tp, layout.vocab_divisible_by)
         self._vocabulary = Vocabulary.of_rank(spec.vocab_size, padded, groups.tp)
@@ -74,7 +75,7 @@ class Forward:
         )
         unit = self._layout.tp if self._megatron.sequence_parallel else 1
         longest = [[row_length([lengths[i] for i in row], cp, unit) for row in rank] for rank in places]
-        if self._layout.vpp > 1:  # interleaved stages hang when rows differ in length, so all are padded
+        if self._one_length:
             most = max(max(rank) for rank in longest)
             longest = [[most] * len(rank) for rank in longest]
         total = sum(sum(rank) for rank in longest)

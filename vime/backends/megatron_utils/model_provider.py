@@ -57,6 +57,12 @@ def uses_sequence_parallel(config: Config, spec: ModelSpec) -> bool:
     return tp > 1 and (config.parallel.sequence_parallel or spec.num_experts is not None)
 
 
+def needs_rows_of_one_length(config: Config, spec: ModelSpec, layout: ParallelLayout) -> bool:
+    """Interleaved stages hang when rows differ in length; the allgather dispatcher gathers equal numbers of tokens."""
+    gathers = spec.num_experts is not None and config.model.moe_token_dispatcher_type == "allgather"
+    return layout.vpp > 1 or gathers
+
+
 def _leave(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
@@ -93,8 +99,8 @@ def transformer_config(
         "use_cpu_initialization": False,
         # The step divides gradients by a number of tokens that the loss was multiplied with; see loss.py.
         "calculate_per_token_loss": True,
-        # Rows differ in length, so stages tell each other the shapes. Interleaved stages get rows of one length.
-        "variable_seq_lengths": layout.pp > 1 and layout.vpp == 1,
+        # Rows differ in length, so stages tell each other the shapes.
+        "variable_seq_lengths": layout.pp > 1 and not needs_rows_of_one_length(config, spec, layout),
         # Gloo sends from the tensor's memory after the call returned, so it must not be freed while sends overlap.
         "deallocate_pipeline_outputs": layout.pp > 1 and (layout.vpp == 1 or device.type == "cuda"),
         # With two interleaved stages, the next and the previous one are the same rank. Batched, Megatron's messages to
