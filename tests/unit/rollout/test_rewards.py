@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -354,3 +355,27 @@ def test_remote_reward_gives_up_with_the_cause():
     ]:
         with pytest.raises(VimeError, match=message):
             with_server(handler, lambda url: config(rm_type="remote_rm", rm_url=url, rm_timeout=0.5))
+
+
+def test_a_worker_ends_when_its_run_was_killed_in_the_middle():
+    code = (
+        "import asyncio, threading\n"
+        "from vime.rollout.rewards.mathematics import MathGrader\n"
+        "grader = MathGrader(seconds=3, workers=1)\n"
+        "asyncio.run(grader.equal('0.5', r'\\frac{1}{2}'))\n"
+        "print(next(iter(grader._workers))._process.pid, flush=True)\n"
+        "asyncio.run(grader.equal('17', '(10^{10})!'))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        worker = int(run.stdout.readline())
+        status = Path(f"/proc/{worker}/stat")
+        begun = int(status.read_text().split()[13])  # its processor time so far, in ticks of 10 ms
+        while int(status.read_text().split()[13]) < begun + 50:  # until it computes
+            assert run.poll() is None
+            time.sleep(0.02)
+        run.kill()
+    waited = time.monotonic()
+    while Path(f"/proc/{worker}").exists() and status.read_text().split()[2] != "Z":
+        assert time.monotonic() - waited < 40, "it computes for ever"
+        time.sleep(0.02)
