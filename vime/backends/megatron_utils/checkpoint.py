@@ -195,8 +195,13 @@ def _optimizer_state(
     models = {key: model_state[key] for key in model_state if key.startswith("model")}
     state = optimizer.sharded_state_dict(models.get("model", models), is_loading=loading, metadata=metadata)
     for part in (state, *state.values()):  # of a chained optimizer: by number
-        if isinstance(part, dict) and part.get("param_state", ...) is None:
+        if not isinstance(part, dict):
+            continue
+        if part.get("param_state", ...) is None:
             del part["param_state"]  # gathered elsewhere; Megatron would warn that ranks differ in it
+        adam = part.get("optimizer", part).get("state")
+        if isinstance(adam, dict) and adam:
+            adam.setdefault("common_step", torch.zeros(()))  # Megatron forgets the step where it is 0
     return state
 
 
