@@ -30,22 +30,23 @@ class WorkerExtension:
 
     def vime_weight_state(self) -> dict[str, Any]:
         """What the worker's weight transfer engine knows: connection, plan, and its last update."""
-        return self.weight_transfer_engine.state()
+        return self.weight_transfer_engine.session.state()
 
     def vime_abort_weight_update(self) -> dict[str, Any]:
         """End an update that nobody will finish, so that another can start: live tensors are put back, vLLM's "update
         already active" is cleared. What was written stays written."""
         from vime.backends.vllm_utils.adapter import clear_active_update
 
-        self.weight_transfer_engine.abort()
+        self.weight_transfer_engine.session.abort()
         clear_active_update(self)
         return {}
 
     def vime_poison_weights(self) -> dict[str, Any]:
         """Overwrite what the plan writes with NaN."""
-        self.weight_transfer_engine.poison()
+        self.weight_transfer_engine.session.model.poison()
         return {}
 
     def vime_weight_digests(self) -> dict[str, Any]:
         """Name -> digest (as text: 64-bit integers do not survive JSON readers) of all parameters and buffers."""
-        return {name: str(value) for name, value in self.weight_transfer_engine.digests().items()}
+        digests = self.weight_transfer_engine.session.model.digests()
+        return {name: str(value) for name, value in digests.items()}

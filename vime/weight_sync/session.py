@@ -1,0 +1,193 @@
+"""A worker's conversation with the trainer, step by step, whatever engine the worker belongs to.
+
+``connect`` once; then per update ``start``, ``receive`` (once by plan, or once per bucket) and ``finish``. Whatever
+fails in between, ``abort`` and the next ``start`` begin anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from vime.errors import WeightSyncError
+from vime.weight_sync import receiver
+from vime.weight_sync.arena import Handle, open_arena
+from vime.weight_sync.boxes import contiguous_strides
+from vime.weight_sync.load_plan import LoadPlan
+from vime.weight_sync.receiver import Place, Receiver
+from vime.weight_sync.shard_map import RankInfo, ShardMap
+
+
+@dataclass
+class InitInfo:
+    """Sent once per connection, the same to every worker of an engine."""
+
+    connection: str  # names this connection; a worker that still knows it need not be connected again
+    engine: int
+    neighbours: list[int]  # trainer rank on the device of worker 0, 1, ...; empty for an engine with GPUs of its own
+    devices: list[str]  # worker 0, 1, ... -> under which name it finds its bucket's handle
+    node: str
+    check: str  # "full", "sampled" or "off"
+    shards: dict[str, Any]  # ShardMap.to_json
+
+
+@dataclass
+class UpdateInfo:
+    """One message of an update."""
+
+    version: int
+    moved: list[dict[str, Any]] = field(default_factory=list)  # RankInfo of ranks whose arenas have new handles
+    bucket: dict[str, Any] | None = None  # None: by plan
+
+
+class Model(receiver.Model, Protocol):
+    """What a session needs of an engine's model, beside what the receiver needs."""
+
+    def begin_load(self) -> None:
+        """Make ready for :meth:`load`."""
+        ...
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """The engine's own load_weights, with some of the checkpoint's tensors."""
+        ...
+
+    def end_load(self) -> None:
+        """All tensors were loaded."""
+        ...
+
+    def abort_load(self) -> None:
+        """Make the model fit for another update, wherever a load was left."""
+        ...
+
+    def poison(self) -> None:
+        """Make every planned parameter NaN, so that whatever the next update leaves out shows."""
+        ...
+
+    def digests(self) -> dict[str, int]:
+        """Name -> digest of every parameter and buffer."""
+        ...
+
+
+class Session:
+    """One worker's end of the weight sync.
+
+    Args:
+        model: the worker's.
+        number: the worker's, among all of its engine.
+        device: where the model is.
+    """
+
+    def __init__(self, model: Model, number: int, device: torch.device) -> None:
+        self.model, self.number, self.device = model, number, device
+        self._info: InitInfo | None = None
+        self._receiver: Receiver | None = None
+        self._loading = False
+        self._updated_to: int | None = None  # the open update's version, once its weights are in
+        self._version: int | None = None
+        self._bucket: tuple[Handle, torch.Tensor] | None = None
+
+    def connect(self, info: InitInfo) -> LoadPlan:
+        """Plan, and open the trainer's memory."""
+        self.close()
+        neighbour = info.neighbours[self.number] if info.neighbours else self.number
+        place = Place(info.engine, self.number, neighbour, info.node)
+        connected = Receiver(self.model, place, info.check, self.device)
+        plan = connected.connect(ShardMap.from_json(info.shards))
+        self._info, self._receiver = info, connected
+        return plan
+
+    def start(self) -> None:
+        self._connected()
+        self._version = self._updated_to = None
+
+    def receive(self, message: UpdateInfo) -> None:
+        """Take the weights, or some of them.
+
+        Raises:
+            WeightSyncError, ArenaError and whatever the model's loaders raise: the weights are a mixture now.
+        """
+        connected = self._connected()
+        try:
+            if message.bucket is not None:
+                self._load_bucket(message.bucket)
+            else:
+                connected.update(message.version, {item["rank"]: RankInfo(**item) for item in message.moved})
+        except BaseException:
+            self.abort()
+            raise
+        self._updated_to = message.version
+
+    def finish(self) -> None:
+        """Commit the version of what was received."""
+        place = self._connected().place
+        if self._updated_to is None:
+            raise WeightSyncError("finish", str(place), "no weights have arrived in this update")
+        if self._loading:
+            try:
+                self.model.end_load()
+            except BaseException:
+                self.abort()
+                raise
+        self._loading, self._bucket = False, None
+        self._version = self._updated_to
+
+    def abort(self) -> None:
+        """Leave no trace of an open update but the bytes it has written."""
+        self._loading, self._updated_to, self._version, self._bucket = False, None, None, None
+        self.model.abort_load()
+
+    def close(self) -> None:
+        """Unmap the trainer's memory and forget the connection."""
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver = self._info = self._bucket = None
+
+    def state(self) -> dict[str, Any]:
+        """JSON: ``connection``, ``version`` (None while an update is open or after one that failed), what was planned,
+        and of the last update seconds per phase and bytes per source rank."""
+        if self._receiver is None or self._info is None:
+            return {"connection": None}
+        plan = self._receiver.plan
+        return {
+            **self._receiver.state(),
+            "connection": self._info.connection,
+            "version": self._version,
+            "problems": plan.problems if plan else {},
+            "unused": plan.unused if plan else [],
+            "unwritten": plan.unwritten if plan else {},
+        }
+
+    def _load_bucket(self, bucket: dict[str, Any]) -> None:
+        """Load whole checkpoint tensors from one flat buffer on this worker's own device.
+
+        ``bucket``: ``handles``, device name -> arena handle; ``tensors``, [name, dtype, shape, byte offset] each.
+        """
+        assert self._info is not None
+        device = self._info.devices[self.number]
+        handle = bucket["handles"].get(device)
+        if handle is None:
+            known = ", ".join(bucket["handles"])
+            cause = f"the payload has no handle for its device {device}, only for: {known}"
+            raise WeightSyncError("update", str(self._connected().place), cause)
+        if self._bucket is None or self._bucket[0] != handle:
+            self._bucket = (handle, open_arena(handle))
+        buffer = self._bucket[1]
+        weights = []
+        for name, dtype_name, shape, offset in bucket["tensors"]:
+            dtype = getattr(torch, dtype_name)
+            typed = buffer[offset : offset + torch.Size(shape).numel() * dtype.itemsize].view(dtype)
+            # A copy: loaders may keep it until a layer is complete, and the trainer fills the buffer before that.
+            weights.append((name, typed.as_strided(shape, contiguous_strides(shape), typed.storage_offset()).clone()))
+        if not self._loading:
+            self.model.begin_load()
+            self._loading = True
+        self.model.load(weights)
+
+    def _connected(self) -> Receiver:
+        if self._receiver is None:
+            cause = "not connected: the trainer has not sent its shard map"
+            raise WeightSyncError("start", f"worker {self.number}", cause)
+        return self._receiver
