@@ -6,8 +6,9 @@ Two pieces, both no-ops where CUDA is available:
   which binds some of them at import time, and it is process-wide: a trainer rank has its own process.
 * :func:`cpu_for_cuda` is a TorchFunctionMode for what names CUDA in other ways: ``device="cuda"`` in factory calls,
   ``Tensor.cuda()`` and Megatron's comparison of ``Tensor.type()`` with ``"torch.cuda.FloatTensor"``. Modes belong to a
-  thread, so every public method of the trainer enters it. Backward needs no care: autograd runs CPU graphs in the
-  thread that called backward (tests/unit/backends/megatron_utils/test_cpu_compat.py proves both).
+  thread, so every public method of the trainer enters it. In backward it is off: torch hands ``autograd.backward`` to
+  the mode as one call, and a mode is off while it handles a call. Megatron names CUDA in none of these ways in its
+  backward functions, hooks and recomputed layers; where it did, torch without CUDA would raise.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class LogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         rows = weight[: vocabulary.size]
         outputs = hidden.new_empty((3, len(labels)), dtype=torch.float32)
-        for part in _chunks(len(labels), vocabulary.size):
+        for part in _chunks(len(labels), weight.shape[0]):
             outputs[:, part] = _chunk_forward(hidden[part], rows, labels[part], vocabulary, temperature)
         log_probs, entropy, log_total = outputs.unbind(0)
         ctx.save_for_backward(hidden, weight, labels, log_total, entropy)
@@ -71,7 +71,7 @@ class LogProbs(torch.autograd.Function):
         grad_log_probs, grad_entropy = grads
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for part in _chunks(len(labels), vocabulary.size):
+        for part in _chunks(len(labels), weight.shape[0]):
             # d log p_y / d z_j = [j = y] - p_j and d H / d z_j = -p_j (log p_j + H), with z the scaled logits.
             log_p = _logits(hidden[part], rows, ctx.temperature).sub_(log_total[part, None])
             p = log_p.exp()
@@ -91,7 +91,8 @@ class LogProbs(torch.autograd.Function):
 
 
 def _chunks(n: int, columns: int) -> list[slice]:
-    size = max(1, CHUNK_BYTES // (4 * max(1, columns)))
+    """The same on every tensor parallel rank: ``columns`` counts padding too, of which ranks hold unequal parts."""
+    size = max(1, CHUNK_BYTES // (4 * columns))
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 

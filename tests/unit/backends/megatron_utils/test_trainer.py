@@ -231,7 +231,9 @@ def other_losses(rank: int, path: str) -> dict[str, Any]:
         with trainer(rank, path, more) as built:
             results[name] = [built.train(0, batch), built.train(1, batch)]
     values = torch.cat(log_probs).detach()
-    given, mask = (torch.cat([torch.tensor(x) for x in lists]) for lists in (batch.rollout_log_probs, batch.loss_masks))
+    given, mask = (
+        torch.cat([torch.tensor(x) for x in lists]) for lists in (batch.rollout_log_probs or [], batch.loss_masks)
+    )
     results["difference"] = (((values - given).abs() * mask).sum() / mask.sum()).item()
     return results
 
