@@ -1,0 +1,263 @@
+"""A worker's session on a toy model: what it refuses, what it notices, and that it can always begin anew."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.unit.weight_sync.toy import ToyModel, in_arena, loaded, random_tensors, whole_map
+from vime.errors import WeightSyncError
+from vime.weight_sync import copy_cpu
+from vime.weight_sync.arena import ArenaError, Stamp, arena_of, create_arena
+from vime.weight_sync.session import InitInfo, Session, UpdateInfo
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "embed_tokens.weight": (50, 8),
+    "layers.0.q_proj.weight": (16, 8),
+    "layers.0.k_proj.weight": (8, 8),
+    "layers.0.v_proj.weight": (8, 8),
+    "layers.0.o_proj.weight": (8, 16),
+    "layers.0.norm.weight": (8,),
+    **{f"layers.0.experts.{e}.{p}.weight": (12, 8) for e in range(3) for p in ("gate_proj", "up_proj")},
+    **{f"layers.0.experts.{e}.down_proj.weight": (8, 12) for e in range(3)},
+}
+
+
+class Trainer:
+    """One trainer rank with whole tensors, and a worker connected to it, in this process."""
+
+    def __init__(self, number: int = 0, size: int = 1, check: str = "full", **model: Any) -> None:
+        self.stamp = Stamp()
+        self.tensors = in_arena(random_tensors(SHAPES, 0))
+        self.model = ToyModel(SHAPES, number, size, **model)
+        self.session = Session(self.model, number, torch.device("cpu"))
+        shards = whole_map(self.tensors, self.stamp)
+        neighbours = [0] * size
+        self.info = InitInfo("first", 3, neighbours, ["cpu-0"] * size, "here", check, shards.to_json())
+        self.session.connect(self.info)
+
+    def train(self, seed: int) -> None:
+        for name, tensor in random_tensors(SHAPES, seed).items():
+            self.tensors[name].copy_(tensor)
+
+    def update(self, version: int, **message: Any) -> None:
+        self.session.start()
+        self.session.receive(UpdateInfo(version, **message))
+        self.session.finish()
+
+    def assert_synced(self, version: int) -> None:
+        number, size = self.session.number, self.model.size
+        assert self.model.digests() == loaded(SHAPES, self.tensors, number, size).digests()
+        assert self.session.state()["version"] == version
+
+    def bucket(self) -> dict[str, Any]:
+        flat = create_arena(1 << 16).tensor
+        end, listed = 0, []
+        for name, tensor in self.tensors.items():
+            flat[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            listed.append([name, "float32", list(tensor.shape), end])
+            end += -(-tensor.nbytes // 64) * 64
+        return {"handles": {"cpu-0": arena_of(flat)[0].describe()}, "tensors": listed}
+
+
+@pytest.mark.parametrize(("number", "size"), [(0, 1), (0, 2), (1, 2)])
+def test_planned_and_bucketed_leave_what_the_loader_would(number: int, size: int) -> None:
+    trainer = Trainer(number, size)
+    trainer.stamp.set(1)
+    trainer.model.poison()
+    trainer.update(1)
+    trainer.assert_synced(1)
+    trainer.train(5)
+    trainer.model.poison()
+    trainer.update(2, bucket=trainer.bucket())
+    trainer.assert_synced(2)
+    trainer.train(6)
+    trainer.stamp.set(3)
+    trainer.model.poison()
+    trainer.update(3)
+    trainer.assert_synced(3)
+
+
+def test_another_version_than_told_is_refused_before_a_byte_is_written() -> None:
+    trainer = Trainer()
+    trainer.stamp.set(1)
+    trainer.update(1)
+    before = trainer.model.digests()
+    trainer.train(1)
+    for stamped, words in ((1, "holds version 1, expected version 2"), (Stamp.WRITING, "being changed")):
+        trainer.stamp.set(stamped)
+        with pytest.raises(WeightSyncError, match=words) as caught:
+            trainer.update(2)
+        assert (caught.value.phase, caught.value.where) == ("version", "engine 3, worker 0")
+        assert trainer.model.digests() == before
+        assert trainer.session.state()["version"] is None
+    trainer.stamp.set(2)
+    trainer.update(2)
+    trainer.assert_synced(2)
+
+
+def test_a_trainer_that_goes_on_during_the_copy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer()
+    trainer.stamp.set(1)
+    run = copy_cpu.CpuCopier.run
+
+    def run_and_train(self: copy_cpu.CpuCopier) -> None:
+        run(self)
+        trainer.stamp.set(Stamp.WRITING)
+
+    monkeypatch.setattr(copy_cpu.CpuCopier, "run", run_and_train)
+    with pytest.raises(WeightSyncError, match="went on during the copy"):
+        trainer.update(1)
+    assert trainer.session.state()["version"] is None
+
+
+@pytest.mark.parametrize("param", ["layers.0.norm.weight", "layers.0.experts.w13"])
+def test_one_flipped_bit_in_transit_names_tensor_rank_and_worker(monkeypatch: pytest.MonkeyPatch, param: str) -> None:
+    trainer = Trainer()
+    trainer.stamp.set(1)
+    run = copy_cpu.CpuCopier.run
+
+    def run_and_flip(self: copy_cpu.CpuCopier) -> None:
+        run(self)
+        for copy, target in zip(self.program.copies, self._targets, strict=True):
+            if copy.param == param:
+                target.view(torch.int32)[(0,) * target.dim()] ^= 1 << 13
+                return
+
+    monkeypatch.setattr(copy_cpu.CpuCopier, "run", run_and_flip)
+    with pytest.raises(WeightSyncError, match=rf"from trainer rank 0 to {param}") as caught:
+        trainer.update(1)
+    assert (caught.value.phase, caught.value.where) == ("checksum", "engine 3, worker 0")
+    monkeypatch.undo()
+    trainer.update(1)
+    trainer.assert_synced(1)
+
+
+def test_the_sampled_check_finds_a_faulty_place_within_32_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(check="sampled")
+    run = copy_cpu.CpuCopier.run
+
+    def run_and_flip(self: copy_cpu.CpuCopier) -> None:
+        run(self)
+        for copy, target in zip(self.program.copies, self._targets, strict=True):
+            if copy.param == "embed_tokens.weight":
+                target.view(-1)[77] += 1
+
+    monkeypatch.setattr(copy_cpu.CpuCopier, "run", run_and_flip)
+    found = 0
+    for version in range(32):
+        trainer.stamp.set(version)
+        try:
+            trainer.update(version)
+        except WeightSyncError as error:
+            assert "embed_tokens.weight" in error.cause
+            found += 1
+    assert found == 1
+
+
+@pytest.mark.parametrize("by_bucket", [False, True])
+def test_a_failure_in_the_middle_can_be_followed_by_a_whole_update(by_bucket: bool) -> None:
+    trainer = Trainer()
+    trainer.stamp.set(1)
+    trainer.model.fails = RuntimeError("the loader stumbles")
+    message = {"bucket": trainer.bucket()} if by_bucket else {}
+    with pytest.raises(RuntimeError, match="the loader stumbles"):
+        trainer.update(1, **message)
+    assert trainer.session.state()["version"] is None
+    with pytest.raises(WeightSyncError, match="no weights have arrived"):
+        trainer.session.finish()
+    trainer.update(1, **message)
+    trainer.assert_synced(1)
+
+
+def test_an_update_left_open_is_forgotten_by_abort() -> None:
+    trainer = Trainer()
+    trainer.stamp.set(1)
+    trainer.session.start()
+    trainer.session.receive(UpdateInfo(1, bucket=trainer.bucket()))
+    trainer.session.abort()
+    trainer.update(1)
+    trainer.assert_synced(1)
+
+
+def test_moved_arenas_are_opened_again_and_only_those() -> None:
+    trainer = Trainer()
+    trainer.stamp.set(1)
+    trainer.update(1)
+    elsewhere = in_arena(random_tensors(SHAPES, 9))
+    old = arena_of(next(iter(trainer.tensors.values())))[0]
+    trainer.tensors = elsewhere
+    moved = whole_map(elsewhere, trainer.stamp).ranks[0]
+    trainer.stamp.set(2)
+    trainer.model.poison()
+    trainer.update(2, moved=[vars(moved)])
+    trainer.assert_synced(2)
+    old.close()
+    trainer.stamp.set(3)
+    trainer.update(3)  # nothing asks for the old one
+    trainer.assert_synced(3)
+
+
+def test_a_payload_without_this_workers_device_is_refused_with_those_it_has() -> None:
+    trainer = Trainer()
+    bucket = trainer.bucket()
+    bucket["handles"] = {"cpu-7": bucket["handles"]["cpu-0"]}
+    with pytest.raises(WeightSyncError, match="no handle for its device cpu-0, only for: cpu-7"):
+        trainer.update(1, bucket=bucket)
+
+
+def test_before_connecting_nothing_works() -> None:
+    session = Session(ToyModel(SHAPES), 0, torch.device("cpu"))
+    assert session.state() == {"connection": None}
+    with pytest.raises(WeightSyncError, match="not connected"):
+        session.start()
+
+
+def test_a_dead_trainer_is_said_at_connect() -> None:
+    trainer = Trainer()
+    shards = trainer.info.shards
+    shards["ranks"][0]["stamp"] = shards["ranks"][0]["stamp"] | {"pid": 2**22 - 3}
+    with pytest.raises(ArenaError, match="must be alive"):
+        trainer.session.connect(replace(trainer.info, shards=shards))
+
+
+def test_a_model_that_cannot_be_planned_says_which_parameter_and_takes_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = ToyModel._write
+
+    def computing(self: ToyModel, params: Any, name: str, tensor: torch.Tensor) -> None:
+        write(self, params, name, tensor * 1 if "norm" in name else tensor)
+
+    monkeypatch.setattr(ToyModel, "_write", computing)
+    trainer = Trainer()
+    assert set(trainer.session.state()["problems"]) == {"layers.0.norm.weight"}
+    with pytest.raises(WeightSyncError, match="no copy program"):
+        trainer.update(1)
+    trainer.update(1, bucket=trainer.bucket())
+    trainer.assert_synced(1)
+
+
+def test_a_thousand_updates_leave_memory_and_descriptors_as_they_were() -> None:
+    trainer = Trainer(check="sampled")
+    process = psutil.Process()
+
+    def updates(start: int, count: int) -> None:
+        for version in range(start, start + count):
+            trainer.stamp.set(version)
+            trainer.update(version)
+
+    updates(0, 50)
+    gc.collect()
+    before = (len(os.listdir("/proc/self/fd")), len(process.memory_maps(grouped=False)), process.memory_info().rss)
+    updates(50, 1000)
+    gc.collect()
+    after = (len(os.listdir("/proc/self/fd")), len(process.memory_maps(grouped=False)), process.memory_info().rss)
+    assert after[0] == before[0]
+    assert after[1] <= before[1] + 2
+    assert after[2] <= before[2] + (2 << 20)
+    trainer.assert_synced(1049)
