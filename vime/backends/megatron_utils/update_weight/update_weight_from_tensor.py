@@ -198,6 +198,7 @@ class UpdateWeightFromTensor:
         report = {"failures": failures, "engines": [_engine_stats(update) for update in updates]}
         done = self._gather("done", lambda: report)
         self._stamp.set(Stamp.WRITING)  # from here on the memory may change
+        self._drop_stream()
         failures = [failure for part in done for failure in part["failures"]]
         failed = {index for failure in failures for index in failure["engines"]}
         for engine in chosen:
@@ -263,8 +264,13 @@ class UpdateWeightFromTensor:
         if disagreement is not None:
             for update in updates:
                 update.fail(disagreement)
-        if self.options.update_weight_transport == "planned" and not any(e.problems for e in self._engines.values()):
-            stream.close()  # it was for the proof; its buffers are two buckets
+
+    def _drop_stream(self) -> None:
+        """Give up the buffers, two buckets, where they were for the proof. Not before all have met: workers of another
+        rank's engine may still be opening this rank's."""
+        planned = self.options.update_weight_transport == "planned"
+        if self._stream is not None and planned and not any(e.problems for e in self._engines.values()):
+            self._stream.close()
             self._stream = None
 
     def _make_stream(self) -> BucketStream:
