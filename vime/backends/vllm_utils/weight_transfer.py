@@ -42,6 +42,11 @@ class VimeWeightTransferEngine(WeightTransferEngine[VllmInitInfo, VllmUpdateInfo
     update_info_cls = VllmUpdateInfo
     supports_draft_weight_update = False
 
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Abstract in 0.26, gone in 0.32. Our trainer sends through UpdateWeightFromTensor."""
+        raise NotImplementedError("vime's trainer sends weights with UpdateWeightFromTensor")
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_version()
