@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 import torch
@@ -28,6 +29,7 @@ class CpuCopier:
 
     def __init__(self, program: CopyProgram) -> None:
         self.program = program
+        self.seconds = 0.0
         self._sources: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
         self._fills: list[tuple[torch.Tensor, float]] = []
@@ -55,10 +57,12 @@ class CpuCopier:
     @torch.no_grad()
     def run(self) -> None:
         """Copy everything. Dtypes may differ; values are converted as ``Tensor.copy_`` does."""
+        started = time.perf_counter()
         for view, value in self._fills:
             view.fill_(value)
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)  # pyright: ignore[reportPrivateImportUsage]
+        self.seconds = time.perf_counter() - started
 
     def check(self, mode: str, version: int) -> Callable[[], list[int]]:
         wrong = differing(self._sources, self._targets, mode, version)

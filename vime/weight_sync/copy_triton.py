@@ -103,6 +103,8 @@ class TritonCopier:
         self._fills: list[tuple[torch.Tensor, float]] = []
         # In host memory that the GPU can write to: nearly always nothing is written, and nothing need be fetched.
         self._differs: torch.Tensor | None = None
+        self.seconds = 0.0
+        self._clock: tuple[Any, Any] | None = None  # events around the last run
 
     def bind(self, arenas: Mapping[Source, torch.Tensor], params: Mapping[str, torch.Tensor]) -> None:
         copies, fills = self.program.copies, self.program.fills
@@ -136,6 +138,10 @@ class TritonCopier:
     @torch.no_grad()
     def run(self) -> None:
         """Enqueue all fills and copies."""
+        if self._clock is None and torch.cuda.is_available():
+            self._clock = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        if self._clock is not None:
+            self._clock[0].record()
         for view, value in self._fills:
             view.fill_(value)
         for batch, runs, tiles in self._launches:
@@ -143,6 +149,8 @@ class TritonCopier:
             copy_kernel[(len(tiles),)](runs, tiles, read, write, vector, TILE, num_warps=_WARPS)
         for _, source, target in self._others:
             target.copy_(source)
+        if self._clock is not None:
+            self._clock[1].record()
 
     @torch.no_grad()
     def check(self, mode: str, version: int) -> Callable[[], list[int]]:
@@ -174,8 +182,9 @@ class TritonCopier:
             unequal.append((number, (source.to(target.dtype).view(bits) != target.view(bits)).any()))
 
         def answer() -> list[int]:
-            if torch.cuda.is_available():
+            if self._clock is not None:
                 torch.cuda.current_stream().synchronize()
+                self.seconds = self._clock[0].elapsed_time(self._clock[1]) / 1e3
             found = torch.nonzero(differs)[:, 0].tolist()
             return sorted(found + [number for number, wrong in unequal if wrong])
 

@@ -64,6 +64,7 @@ class Copier(Protocol):
     """Performs one copy program."""
 
     program: CopyProgram
+    seconds: float  # what the last run took; on a GPU by its own clock, and known once check's answer is there
 
     def bind(self, arenas: Mapping[Source, torch.Tensor], params: Mapping[str, torch.Tensor]) -> None:
         """Take today's addresses. Before the first run, and whenever an arena or a parameter may have moved."""
@@ -223,6 +224,7 @@ class Receiver:
             "direct": copied - opened,
             "staged": staged - copied,
             "check": time.perf_counter() - staged,  # on a GPU: until everything enqueued above is done
+            "copy": sum(copier.seconds for copier in (self._direct, *(copier for _, copier in self._layers))),
         }
         self.report.version, self.report.checked = version, self.check
 

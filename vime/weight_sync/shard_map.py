@@ -171,15 +171,15 @@ def place(
     Raises:
         ArenaError: a parameter that no other process could map.
     """
-    numbers: dict[int, int] = {}  # an arena's address -> its number
+    numbers: dict[int, int] = {}  # an arena's address, which is its storage's -> its number
     handles: list[Handle] = []
     places: dict[tuple[int, str], tuple[int, int]] = {}
     for key, param in named_params.items():
-        arena, offset = arena_of(param)
-        number = numbers.setdefault(arena.tensor.data_ptr(), len(handles))
-        if number == len(handles):
-            handles.append(arena.describe())
-        places[key] = (number, offset)
+        address = param.untyped_storage().data_ptr()
+        if address not in numbers:  # looked up once per arena: this runs at every update
+            numbers[address] = len(handles)
+            handles.append(arena_of(param)[0].describe())
+        places[key] = (numbers[address], int(param.storage_offset()) * param.element_size())
     return RankInfo(rank, node, device, stamp.arena.describe(), handles), places
 
 
