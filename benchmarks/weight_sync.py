@@ -14,9 +14,9 @@ quantised or not. Engines start with random weights (``--load-format dummy``), s
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import datetime
+import gc
 import json
 import logging
 import os
@@ -25,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.tiny import make_tokenizer
 from vime.backends.megatron_utils.update_weight.update_weight_from_tensor import UpdateWeightFromTensor
 from vime.backends.vllm_utils.client import EngineClient
-from vime.backends.vllm_utils.command import engine_command
+from vime.backends.vllm_utils.command import EngineCommand, engine_command
 from vime.backends.vllm_utils.engine import EngineProcess
 from vime.config import CheckpointOptions, ClusterOptions, Config, RolloutOptions
+from vime.errors import EngineError
 from vime.models.layout import ParallelLayout, checkpoint_tensors, parameter_shapes, pieces
 from vime.models.spec import ModelSpec, spec_from_hf
 from vime.types import EngineAddress, Slot
@@ -83,90 +84,175 @@ def main() -> None:
     parser.add_argument("--fp8", nargs="*", default=None, choices=list(MODELS), help="models to run quantised as well")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--skip-vllm", action="store_true", help="leave vLLM's own paths out")
+    parser.add_argument(
+        "--skip-vllm", nargs="*", default=None, choices=("bf16", "fp8"), help="without vLLM's own paths"
+    )
     parser.add_argument("--per-tensor-bytes", type=float, default=2e10, help="largest model for vLLM's per-tensor path")
+    parser.add_argument("--together", type=float, default=None, help="bytes of engines that start at once")
     parser.add_argument(
         "--out", type=Path, default=None, help="file of the table (default: benchmarks/weight_sync_*.md)"
     )
     parser.add_argument("--logs", type=Path, default=None, help="folder of the engines' logs")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    fp8 = options.fp8 if options.fp8 is not None else ["30B-A3B"] if options.device == "cuda" else []
     folder = options.logs or Path(tempfile.mkdtemp(prefix="vime-benchmark-"))
     table = Table(options)
-    for model in options.models:
-        for quantization in [None] + ["fp8"] * (model in fp8):
-            try:
-                measure(model, quantization, options, folder, table)
-            except Exception as error:  # the other models' figures are still worth having
-                log.exception("%s %s failed", model, quantization or "")
-                table.note(f"{model} {quantization or ''}: {type(error).__name__}: {str(error)[:300]}")
-            if options.device == "cuda":
-                torch.cuda.empty_cache()
-            table.write()
+    tasks = make_tasks(options, folder)
+    if options.together is None:
+        options.together = 0.7 * torch.cuda.mem_get_info()[1] if options.device == "cuda" else 0
+    while tasks:
+        run_together(take(tasks, options.together), options, folder, table)
     print(table.text())
 
 
-# ---------------------------------------------------------------------------------------------------- one model
+@dataclasses.dataclass
+class Task:
+    """One engine, and what is measured with it."""
 
+    model: str
+    quantization: str | None
+    backend: str  # "vime", or vLLM's own "ipc"
+    config: Config
+    spec: ModelSpec
+    bytes: int  # that its GPU memory takes, about
 
-def measure(model: str, quantization: str | None, options: argparse.Namespace, folder: Path, table: Table) -> None:
-    device = options.device
-    checkpoint = write_checkpoint(model, folder / f"checkpoint-{model}", device)
-    spec = spec_from_hf(checkpoint)
-    layout = ParallelLayout(world_size=1)
-    row = table.row(f"Qwen3-{model}" + (f", engine {quantization}" if quantization else ""))
-    name = f"{model}-{quantization or 'bf16'}"
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.quantization or 'bf16'}-{self.backend}"
 
-    config = make_config(checkpoint, device, quantization)
-    command = engine_command(config, spec, 0, device=device, gpu_ids=gpu_ids(device))
-    with engine(command, folder / f"{name}-vime.log") as url:
-        params = make_parameters(spec, layout, device)
-        width = next(iter(params.values())).itemsize
-        total = row["bytes"] = width * sum(volume(shape) for shape in checkpoint_tensors(spec).values())
-        row["tensors"] = len(checkpoint_tensors(spec))
-        row["plain"] = median(plain_copy(params, total), options.rounds)
-        address = EngineAddress(0, url, 1, Slot(0, 1))
-        for check in ("sampled", "full", "off"):
-            config.weight_sync.check_weight_update = check
-            config.weight_sync.update_weight_transport = "planned"
-            update = UpdateWeightFromTensor(config, spec, layout, 0, params, device)
-            started = time.perf_counter()
-            update.connect_rollout_engines([address])
-            row.setdefault("connect", time.perf_counter() - started)
-            if check == "sampled":
-                started = time.perf_counter()
-                stats = update.update_weights(1)  # proves itself
-                row["proof"] = time.perf_counter() - started
-                log.info("%s: planned and bucketed path left the same bytes; %s", name, stats)
-            else:
-                for connected in update._engines.values():
-                    connected.proven = True  # it is: by the first of the three
-            runs = [update.update_weights(version) for version in range(2, 2 + options.rounds)]
-            log.info("%s %s: %s", name, check, best(runs))
-            row[f"copy, {check}"] = statistics.median(run["copy_seconds"] for run in runs)
-            row[f"update, {check}"] = statistics.median(run["seconds"] for run in runs)
-            if check == "sampled":
-                row["phases"] = {key: round(value * 1e3, 1) for key, value in best(runs).items() if "seconds" in key}
-                log.info("%s worker: %s", name, EngineClient(url).collective_rpc("vime_weight_state")[0])
-        config.weight_sync.update_weight_transport = "bucketed"
-        update = UpdateWeightFromTensor(config, spec, layout, 0, params, device)
-        update.connect_rollout_engines([address])
-        row["bucketed"] = min(update.update_weights(version)["seconds"] for version in (100, 101))
-        table.write()
-
-    if device == "cuda" and not options.skip_vllm:
-        command = engine_command(config, spec, 0, device=device, gpu_ids=gpu_ids(device), weight_transfer=False)
-        argv = (*command.argv, "--weight-transfer-config", json.dumps({"backend": "ipc"}))
+    def command(self, device: str) -> EngineCommand:
+        ours = self.backend == "vime"
+        command = engine_command(
+            self.config, self.spec, 0, device=device, gpu_ids=gpu_ids(device), weight_transfer=ours
+        )
+        if ours:
+            return command
+        argv = (*command.argv, "--weight-transfer-config", json.dumps({"backend": self.backend}))
         env = command.env | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # vLLM's own path sends pickles
-        command = dataclasses.replace(command, argv=argv, env=env)
-        with engine(command, folder / f"{name}-ipc.log") as url, EngineClient(url) as client:
-            client.init_weight_transfer({})
-            weights = checkpoint_views(spec, layout, params)
-            row["vLLM packed"] = min(vllm_update(client, url, weights, packed=True) for _ in range(2))
+        return dataclasses.replace(command, argv=argv, env=env)
+
+
+def make_tasks(options: argparse.Namespace, folder: Path) -> list[Task]:
+    device = options.device
+    fp8 = options.fp8 if options.fp8 is not None else ["30B-A3B"] if device == "cuda" else []
+    skipped = ["bf16", "fp8"] if options.skip_vllm == [] or device == "cpu" else options.skip_vllm or []
+    tasks = []
+    for model in options.models:
+        checkpoint = write_checkpoint(model, folder / f"checkpoint-{model}", device)
+        spec = spec_from_hf(checkpoint)
+        size = 2 * sum(volume(shape) for shape in checkpoint_tensors(spec).values())
+        for quantization in [None] + ["fp8"] * (model in fp8):
+            for backend in ["vime"] + ["ipc"] * ((quantization or "bf16") not in skipped):
+                config = make_config(checkpoint, device, quantization)
+                needs = size // (2 if quantization else 1) + (5 << 30)
+                tasks.append(Task(model, quantization, backend, config, spec, needs))
+    return tasks
+
+
+def take(tasks: list[Task], most: float) -> list[Task]:
+    """The next tasks whose engines fit into memory together: they start at the same time."""
+    chosen = [tasks.pop(0)]
+    while tasks and sum(task.bytes for task in chosen) + tasks[0].bytes <= most:
+        chosen.append(tasks.pop(0))
+    return chosen
+
+
+def run_together(tasks: list[Task], options: argparse.Namespace, folder: Path, table: Table) -> None:
+    """Start the engines of these tasks, let all of them sleep, and measure one after the other. Nothing starts or
+    generates while something is measured."""
+    device = options.device
+    engines = [EngineProcess(task.command(device), folder / f"{task.name}.log") for task in tasks]
+    ready: list[tuple[Task, EngineProcess]] = []
+    try:
+        for process in engines:
+            process.start()
+        for task, process in zip(tasks, engines, strict=True):
+            try:
+                process.wait_ready(600)
+                if device == "cuda":
+                    EngineClient(process.url).sleep(2)
+                ready.append((task, process))
+            except EngineError as error:
+                log.exception("%s", task.name)
+                table.note(f"{task.name}: {str(error)[-400:]}")
+        for task, process in ready:
+            try:
+                if device == "cuda":
+                    EngineClient(process.url).wake_up()
+                measure = measure_vime if task.backend == "vime" else measure_vllm
+                measure(task, process.url, options, table)
+            except Exception as error:  # the other models' figures are still worth having
+                log.exception("%s", task.name)
+                table.note(f"{task.name}: {type(error).__name__}: {str(error)[:400]}")
+            finally:
+                process.terminate()
             table.write()
-            if total <= options.per_tensor_bytes:
-                row["vLLM per tensor"] = min(vllm_update(client, url, weights, packed=False) for _ in range(2))
+            if device == "cuda":
+                gc.collect()
+                torch.cuda.empty_cache()
+    finally:
+        for process in engines:
+            process.terminate()
+
+
+# ---------------------------------------------------------------------------------------------------- measuring
+
+
+def measure_vime(task: Task, url: str, options: argparse.Namespace, table: Table) -> None:
+    layout, config, spec = ParallelLayout(world_size=1), task.config, task.spec
+    params = make_parameters(spec, layout, options.device)
+    row = table.row(task)
+    width = next(iter(params.values())).itemsize
+    total = row["bytes"] = width * sum(volume(shape) for shape in checkpoint_tensors(spec).values())
+    row["tensors"] = len(checkpoint_tensors(spec))
+    row["plain"] = median(plain_copy(params, total), options.rounds)
+    address = EngineAddress(0, url, 1, Slot(0, 1))
+    for check in ("sampled", "off", "full") if task.quantization is None else ("sampled",):
+        config.weight_sync.check_weight_update = check
+        update = UpdateWeightFromTensor(config, spec, layout, 0, params, options.device)
+        started = time.perf_counter()
+        update.connect_rollout_engines([address])
+        row.setdefault("connect", time.perf_counter() - started)
+        if check == "sampled":
+            started = time.perf_counter()
+            stats = update.update_weights(1)  # proves itself
+            row["proof"] = time.perf_counter() - started
+            log.info("%s: planned and bucketed path left the same bytes; %s", task.name, stats)
+        else:
+            for connected in update._engines.values():
+                connected.proven = True  # it is: by the first of the three
+        runs, copies = [], []
+        for version in range(2, 2 + options.rounds):
+            runs.append(update.update_weights(version))
+            worker: Any = EngineClient(url).collective_rpc("vime_weight_state")[0]
+            copies.append(worker["seconds"]["copy"])
+        log.info("%s %s: %s; worker %s", task.name, check, middle(runs), worker["seconds"])
+        row[f"copy, {check}"] = statistics.median(copies)
+        row[f"checked copy, {check}"] = min(run["copy_seconds"] for run in runs)
+        row[f"update, {check}"] = statistics.median(run["seconds"] for run in runs)
+        if check == "sampled":
+            phases = middle(runs) | {f"worker {key}": value for key, value in worker["seconds"].items()}
+            row["phases"] = {
+                key: round(value * 1e3, 2) for key, value in phases.items() if "sec" in key or "worker" in key
+            }
+        table.write()
+    config.weight_sync.update_weight_transport, config.weight_sync.check_weight_update = "bucketed", "off"
+    update = UpdateWeightFromTensor(config, spec, layout, 0, params, options.device)
+    update.connect_rollout_engines([address])
+    row["bucketed"] = update.update_weights(100)["seconds"]
+
+
+def measure_vllm(task: Task, url: str, options: argparse.Namespace, table: Table) -> None:
+    layout = ParallelLayout(world_size=1)
+    params = make_parameters(task.spec, layout, options.device)
+    weights = checkpoint_views(task.spec, layout, params)
+    row = table.row(task)
+    with EngineClient(url) as client:
+        client.init_weight_transfer({})
+        row["vLLM packed"] = min(vllm_update(client, url, weights, packed=True) for _ in range(2))
+        table.write()
+        if sum(weight.nbytes for _, weight in weights) <= options.per_tensor_bytes:
+            row["vLLM per tensor"] = min(vllm_update(client, url, weights, packed=False) for _ in range(2))
 
 
 def write_checkpoint(model: str, folder: Path, device: str) -> str:
@@ -183,7 +269,7 @@ def write_checkpoint(model: str, folder: Path, device: str) -> str:
 def make_config(checkpoint: str, device: str, quantization: str | None) -> Config:
     engine: dict[str, Any] = {"vllm_load_format": "dummy", "vllm_enforce_eager": True}
     if device == "cuda":
-        engine |= {"vllm_kv_cache_memory_bytes": str(2 << 30), "vllm_gpu_memory_utilization": "0.5"}
+        engine |= {"vllm_kv_cache_memory_bytes": str(2 << 30), "vllm_gpu_memory_utilization": "0.05"}
         engine |= {"vllm_quantization": quantization} if quantization else {}
     return Config(
         checkpoint=CheckpointOptions(hf_checkpoint=checkpoint),
@@ -196,17 +282,6 @@ def make_config(checkpoint: str, device: str, quantization: str | None) -> Confi
 
 def gpu_ids(device: str) -> list[int | str]:
     return [os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]] if device == "cuda" else []
-
-
-@contextlib.contextmanager
-def engine(command: Any, log_path: Path) -> Iterator[str]:
-    process = EngineProcess(command, log_path)
-    process.start()
-    try:
-        process.wait_ready(600)
-        yield process.url
-    finally:
-        process.terminate()
 
 
 def make_parameters(spec: ModelSpec, layout: ParallelLayout, device: str) -> dict[tuple[int, str], torch.Tensor]:
@@ -316,7 +391,7 @@ def median(run: Callable[[], float], rounds: int) -> float:
     return statistics.median(run() for _ in range(rounds))
 
 
-def best(runs: list[dict[str, float]]) -> dict[str, float]:
+def middle(runs: list[dict[str, float]]) -> dict[str, float]:
     return sorted(runs, key=lambda run: run["seconds"])[len(runs) // 2]
 
 
@@ -327,11 +402,11 @@ COLUMNS = {
     "vLLM ipc, packed 1 GiB": lambda row: seconds(row.get("vLLM packed")),
     "vime, bucketed": lambda row: seconds(row.get("bucketed")),
     "vime, planned": lambda row: f"**{seconds(row.get('update, sampled'))}**",
-    "of it copy and check": lambda row: seconds(row.get("copy, sampled")),
-    "copy, no check": lambda row: seconds(row.get("copy, off")),
-    "copy and full check": lambda row: seconds(row.get("copy, full")),
+    "of it the copy": lambda row: seconds(row.get("copy, sampled")),
     "plain device copy": lambda row: seconds(row.get("plain")),
-    "planned copy / plain": lambda row: ratio(row.get("copy, off"), row.get("plain")),
+    "copy / plain": lambda row: ratio(row.get("copy, off", row.get("copy, sampled")), row.get("plain")),
+    "sampled check adds": lambda row: added(row, "sampled"),
+    "full check adds": lambda row: added(row, "full"),
     "once: connect": lambda row: seconds(row.get("connect")),
 }
 
@@ -346,6 +421,15 @@ def ratio(a: float | None, b: float | None) -> str:
     return f"{a / b:.2f}" if a is not None and b else ""
 
 
+def added(row: dict[str, Any], check: str) -> str:
+    """What a check adds to an update, in milliseconds and parts of the copy."""
+    with_check, without, copy = row.get(f"checked copy, {check}"), row.get("checked copy, off"), row.get("copy, off")
+    if with_check is None or without is None or not copy:
+        return ""
+    extra = max(with_check - without, 0.0)
+    return f"{extra * 1e3:.2f} ms, {extra / copy:.0%}"
+
+
 class Table:
     def __init__(self, options: argparse.Namespace) -> None:
         self._rows: dict[str, dict[str, Any]] = {}
@@ -354,8 +438,9 @@ class Table:
         default = "h200" if "H200" in self._device else options.device
         self._path = options.out or Path(__file__).parent / f"weight_sync_{default}.md"
 
-    def row(self, name: str) -> dict[str, Any]:
-        return self._rows.setdefault(name, {})
+    def row(self, task: Task) -> dict[str, Any]:
+        suffix = f", engine {task.quantization}" if task.quantization else ""
+        return self._rows.setdefault(f"Qwen3-{task.model}{suffix}", {})
 
     def note(self, text: str) -> None:
         self._notes.append(text)
@@ -367,7 +452,8 @@ class Table:
             "",
             f"`python benchmarks/{shlex.join(sys.argv)}` on {datetime.date.today()}, {self._device}, torch "
             f"{torch.__version__}. One trainer process and one engine of one worker on the same device; whole updates "
-            "are timed from pause to resume by the trainer's clock. Bold: what a training step pays.",
+            "are timed from pause to resume by the trainer's clock; bold is what a training step pays. The copy is "
+            "timed on the device. Before it is timed, each engine's planned update is proved equal to vLLM's own loading.",
             "",
             "| model | " + " | ".join(COLUMNS) + " |",
             "| --- |" + " --- |" * len(COLUMNS),
