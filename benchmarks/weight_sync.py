@@ -453,7 +453,7 @@ class Table:
             f"`python benchmarks/{shlex.join(sys.argv)}` on {datetime.date.today()}, {self._device}, torch "
             f"{torch.__version__}. One trainer process and one engine of one worker on the same device; whole updates "
             "are timed from pause to resume by the trainer's clock; bold is what a training step pays. The copy is "
-            "timed on the device. Before it is timed, each engine's planned update is proved equal to vLLM's own loading.",
+            "timed on the device. Before it is timed, each planned update is proved equal to vLLM's own loading.",
             "",
             "| model | " + " | ".join(COLUMNS) + " |",
             "| --- |" + " --- |" * len(COLUMNS),
