@@ -123,25 +123,25 @@ class Movable:
     """
 
     def __init__(self) -> None:
-        self._host: dict[int, Tensor] = {}  # by id of the storage's owner
+        self._host: dict[int, tuple[Tensor, Tensor]] = {}  # by the tensor's id: it (so that it keeps its id), its copy
         self._away: list[tuple[Tensor, int, Tensor | None]] = []
 
     @property
     def is_away(self) -> bool:
         return bool(self._away)
 
+    @torch.no_grad()
     def move_out(self, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> int:
         """Free the memory of ``kept`` (copied to the host first) and ``dropped`` (zero when back). Returns bytes."""
         freed = 0
         kept = _storage_owners(kept)
         for tensor in kept:
-            host = self._host.get(id(tensor))
-            if host is None or host.shape != tensor.shape:
-                host = self._host[id(tensor)] = _host_like(tensor)
-            host.copy_(tensor, non_blocking=True)
+            if id(tensor) not in self._host:
+                self._host[id(tensor)] = (tensor, _host_like(tensor))
+            self._host[id(tensor)][1].copy_(tensor, non_blocking=True)
         torch.cuda.synchronize()
         for tensor in kept:
-            freed += self._free(tensor, self._host[id(tensor)])
+            freed += self._free(tensor, self._host[id(tensor)][1])
         for tensor in _storage_owners(dropped):
             freed += self._free(tensor, None)
         torch.cuda.empty_cache()
@@ -154,6 +154,7 @@ class Movable:
         self._away.append((tensor, size, host))
         return size
 
+    @torch.no_grad()
     def move_in(self) -> int:
         """Take the memory again and restore it. Returns bytes."""
         taken = 0
@@ -193,7 +194,7 @@ def optimizer_tensors(optimizer: Any, arenas: Sequence[ParameterArena]) -> list[
             found += group["params"]
         for state in part.optimizer.state.values():
             found += [value for value in state.values() if torch.is_tensor(value) and value.is_cuda and value.dim() > 0]
-    return [t.data for t in found if t.is_cuda and t.untyped_storage().data_ptr() not in weights]
+    return [t for t in found if t.is_cuda and t.untyped_storage().data_ptr() not in weights]
 
 
 def gradient_buffers(ddp_chunks: Sequence[Any]) -> list[Tensor]:

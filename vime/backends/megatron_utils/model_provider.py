@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -36,6 +38,26 @@ class DecoderModel(GPTModel):
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         return hidden_states
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """A layer's experts in descending order. DDP fills its buffers from the last parameter to the first, so there
+        they ascend at equal distances, and grouped experts use them where they are (experts.stacked)."""
+        held: list[tuple[int, str, torch.nn.Parameter]] = []
+
+        def emptied() -> Iterator[tuple[str, torch.nn.Parameter]]:
+            yield from ((name, parameter) for _, name, parameter in sorted(held, key=lambda item: -item[0]))
+            held.clear()
+
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            expert = re.search(r"\.local_experts\.(\d+)\.", name)
+            if expert is not None:
+                held.append((int(expert[1]), name, parameter))
+                continue
+            yield from emptied()
+            yield name, parameter
+        yield from emptied()
 
     def output_weight(self) -> torch.Tensor:
         """[local vocabulary, hidden], of the output layer or, where tied, of the embedding."""

@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -21,6 +22,7 @@ from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker  # 
 
 from vime.algorithms import compute_advantages, kl_estimate  # noqa: E402
 from vime.backends.megatron_utils import megatron_fixes, memory, parallel  # noqa: E402
+from vime.backends.megatron_utils.batch_check import check_batch  # noqa: E402
 from vime.backends.megatron_utils.checkpoint import (  # noqa: E402
     follow_weights,
     load_checkpoint,
@@ -38,6 +40,7 @@ from vime.config import Config  # noqa: E402
 from vime.errors import DataError, TrainerError  # noqa: E402
 from vime.models.layout import ParallelLayout, pieces  # noqa: E402
 from vime.models.spec import ModelSpec  # noqa: E402
+from vime.observe.progress import Progress  # noqa: E402
 from vime.types import EngineAddress, TrainBatch  # noqa: E402
 from vime.weight_sync.arena import allocate as allocate_shared  # noqa: E402
 
@@ -164,10 +167,14 @@ class MegatronTrainer:
         ours = self._log_probs_before(batch, steps, rows, offsets, data)
         first_pass = torch.zeros_like(data.loss_mask) if ours is None else None
         metrics: dict[str, float] = {}
-        for number, step_rows in enumerate(rows):
-            what = f"rollout {rollout_id}, optimizer step {number + 1} of {len(rows)}"
-            for name, value in self._step(step_rows, data, what, first_pass if number == 0 else None).items():
-                metrics[name] = metrics.get(name, 0.0) + value / len(rows)
+        shown = Progress("train", len(rows), "optimizer steps") if self.rank == 0 else nullcontext()
+        with shown as progress:
+            for number, step_rows in enumerate(rows):
+                what = f"rollout {rollout_id}, optimizer step {number + 1} of {len(rows)}"
+                for name, value in self._step(step_rows, data, what, first_pass if number == 0 else None).items():
+                    metrics[name] = metrics.get(name, 0.0) + value / len(rows)
+                if progress is not None:
+                    progress.update(1)
         if self.config.parallel.overlap_param_gather:
             for ddp in self.ddp:  # otherwise the next forward pass would gather them: too late for the engines
                 ddp.start_param_sync(force_sync=True)
@@ -364,35 +371,3 @@ class MegatronTrainer:
     def close(self) -> None:
         """Forget Megatron's groups, and leave the process group if this trainer formed it."""
         parallel.destroy(self._owns_process_group)
-
-
-def check_batch(batch: TrainBatch) -> None:
-    """Raises DataError naming the first answer that cannot be learned from."""
-    answers = len(batch.tokens)
-    if not answers:
-        raise DataError("a rollout without answers has nothing to learn from")
-    lists = {
-        "response_lengths": batch.response_lengths,
-        "loss_masks": batch.loss_masks,
-        "rewards": batch.rewards,
-        "group_ids": batch.group_ids,
-    }
-    if batch.rollout_log_probs is not None:
-        lists["rollout_log_probs"] = batch.rollout_log_probs
-    for name, values in lists.items():
-        if len(values) != answers:
-            raise DataError(f"{answers} answers, but {len(values)} {name}")
-    for index, reward in enumerate(batch.rewards):
-        if not math.isfinite(reward):
-            raise DataError(f"answer {index} has reward {reward}; a reward must be a finite number")
-    for index, (tokens, response) in enumerate(zip(batch.tokens, batch.response_lengths, strict=True)):
-        if not 0 <= response < len(tokens):
-            raise DataError(
-                f"answer {index} has {len(tokens)} tokens, {response} of them response; at least one prompt token is "
-                "needed to predict the first"
-            )
-        if len(batch.loss_masks[index]) != response:
-            raise DataError(f"answer {index}: {response} response tokens, {len(batch.loss_masks[index])} in its mask")
-        if batch.rollout_log_probs is not None and len(batch.rollout_log_probs[index]) != response:
-            count = len(batch.rollout_log_probs[index])
-            raise DataError(f"answer {index}: {response} response tokens, {count} log-probs from the engine")

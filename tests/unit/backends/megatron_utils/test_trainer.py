@@ -178,6 +178,7 @@ def test_reference_weights_come_and_go_and_nothing_that_is_not_finite_is_learned
 
 def continuing(rank: int, path: str, folder: str) -> Any:
     options = {"optimizer.lr_decay_style": "cosine", "optimizer.lr_warmup_iters": 1, "model.hidden_dropout": 0.1}
+    options |= {"model.attention_dropout": 0.1}
     with trainer(rank, path, options) as built:
         for rollout in range(2):
             built.train(rollout, make_batch(rollout))
@@ -249,3 +250,57 @@ def test_other_losses(tmp_path: Path) -> None:
         assert all(math.isfinite(value) for metrics in results[name] for value in metrics.values()), name
     assert results["rollout log-probs"][0]["train/clip_fraction"] > 0
     assert results["tis"][0]["train/tis_clip_fraction"] > 0
+
+
+def precisions(rank: int, path: str, moe: str) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for distributed in (False, True):
+        options = {
+            "train.dtype": "bf16",
+            "parallel.use_distributed_optimizer": distributed,
+            "parallel.accumulate_allreduce_grads_in_fp32": True,
+            "optimizer.lr": 1e-4,
+        }
+        with trainer(rank, path, options) as built:
+            dtypes = {parameter.dtype for parameter in built.named_params.values()}
+            for rollout in range(2):
+                metrics = built.train(rollout, make_batch(rollout))
+            masters = [group["params"] for part in built.optimizer.chained_optimizers for group in part.param_groups]
+            flat = [master for group in masters for master in group]
+            results[f"bf16 {distributed}"] = (
+                dtypes == {torch.bfloat16}
+                and {master.dtype for master in flat} == {torch.float32}
+                and any((master != master.bfloat16().float()).any() for master in flat)
+                and all(math.isfinite(value) for value in metrics.values())
+            )
+            results[f"same {distributed}"] = sorted(
+                value.double().sum().item() for parameter in built.named_params.values() for value in [parameter.data]
+            ) == pytest.approx(sorted(master.bfloat16().double().sum().item() for master in flat))
+            built.offload()
+            report = built.memory_report()
+            results[f"report {distributed}"] = (
+                report["gradients"] >= 2 * sum(parameter.nbytes for parameter in built.named_params.values())
+                and report["weights"] > 0
+            )
+            built.onload()
+    for distributed in (False, True):
+        options = {
+            "model.moe_grouped_gemm": True,
+            "model.moe_router_load_balancing_type": "aux_loss",
+            "model.moe_aux_loss_coeff": 0.01,
+            "parallel.use_distributed_optimizer": distributed,
+        }
+        with trainer(rank, moe, options) as built:
+            from vime.backends.megatron_utils.experts import stacked
+
+            names = [f"decoder.layers.0.mlp.experts.local_experts.{e}.linear_fc1.weight" for e in range(4)]
+            weights = [built.named_params[0, name].data for name in names]
+            results[f"not copied {distributed}"] = stacked(weights).data_ptr() == weights[0].data_ptr()
+            results[f"auxiliary {distributed}"] = all(map(math.isfinite, built.train(0, make_batch()).values()))
+    return results
+
+
+def test_bf16_has_fp32_masters_and_experts_lie_side_by_side(tmp_path: Path) -> None:
+    moe = make_checkpoint(tmp_path / "moe", "qwen3_moe")
+    results = run_ranks(1, precisions, make_checkpoint(tmp_path / "dense", "qwen3"), moe)[0]
+    assert results == dict.fromkeys(results, True)
