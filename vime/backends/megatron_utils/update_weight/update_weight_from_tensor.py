@@ -29,8 +29,8 @@ from vime.config import Config
 from vime.models.layout import ParallelLayout, checkpoint_tensors, pieces
 from vime.models.spec import ModelSpec
 from vime.types import EngineAddress
-from vime.weight_sync.arena import Stamp
-from vime.weight_sync.shard_map import ShardMap, describe_rank, merge, place
+from vime.weight_sync.arena import Stamp, arena_of
+from vime.weight_sync.shard_map import RankInfo, ShardMap, describe_rank, merge, place
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +77,8 @@ class UpdateWeightFromTensor:
         self._pieces = pieces(spec, layout, rank)
         self._shapes = checkpoint_tensors(spec)
         self._stamp = Stamp()
+        self._addresses: list[int] = []  # of all parameters, when they were last placed
+        self._first_in_arena: list[torch.Tensor] = []
         self._node = node_name()
         self._device = f"{self._node}/{device}/{rank}"
         self._everybody: Exchange | None = None
@@ -214,12 +216,26 @@ class UpdateWeightFromTensor:
         assert self._shards is not None
         if self._params and next(iter(self._params.values())).is_cuda:
             torch.cuda.synchronize()
-        info, _ = place(self.rank, self._node, self._device, self._params, self._stamp)
+        info = self._place()
         self._stamp.set(version)
         if info == self._shards.ranks[self.rank]:
             return None
         self._shards.ranks[self.rank] = info
         return vars(info)
+
+    def _place(self) -> RankInfo:
+        """Where this rank's parameters are. Unless one has moved, only the arenas are looked at (memory that was given
+        up may have come back at the same address, as other memory): a MoE model has twenty thousand parameters."""
+        addresses = [param.data_ptr() for param in self._params.values()]
+        if addresses != self._addresses:
+            info, places = place(self.rank, self._node, self._device, self._params, self._stamp)
+            self._addresses, firsts = addresses, {}
+            for key, (arena, _) in places.items():
+                firsts.setdefault(arena, self._params[key])
+            self._first_in_arena = [firsts[number] for number in range(len(firsts))]
+            return info
+        arenas = [arena_of(param)[0].describe() for param in self._first_in_arena]
+        return RankInfo(self.rank, self._node, self._device, self._stamp.arena.describe(), arenas)
 
     def _is_planned(self, engine: Engine) -> bool:
         return self.options.update_weight_transport == "planned" and not engine.problems
