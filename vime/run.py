@@ -87,6 +87,8 @@ def open_run(config: Config) -> Iterator[Run]:
         tracker = stack.enter_context(Tracker(config, run_dir, next_step=first_rollout))
         with tracker.phase("start Ray"):
             stack.enter_context(ray_runtime(config, device))
+            # Once more: ray.init puts handlers of its own in place, which print a stack of C++ frames.
+            stack.enter_context(signals_as_exceptions())
             placement = Placement(config, device)
         with tracker.phase("start trainer"):
             trainer = TrainerGroup(config, spec, placement, device, logs)

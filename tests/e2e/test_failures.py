@@ -10,21 +10,22 @@ import pytest
 
 from tests.e2e.runs import SMALL, Finished, Traces, complete, make_inputs, running
 
-OPTIONS = {**SMALL, "num-rollout": 4, "save-interval": 2}
+OPTIONS = {**SMALL, "num-rollout": 4}
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], Finished]:
     folder = tmp_path_factory.mktemp("uninterrupted")
     inputs = make_inputs(folder)
-    return inputs, complete({**OPTIONS, **inputs, "save": folder / "checkpoints"}, folder / "run")
+    return inputs, complete({**OPTIONS, **inputs}, folder / "run")
 
 
 def test_driver_is_killed_and_the_run_continued(uninterrupted: tuple[dict[str, str], Finished], tmp_path: Path) -> None:
     inputs, whole = uninterrupted
-    options = {**OPTIONS, **inputs, "save": tmp_path / "checkpoints", "load": tmp_path / "checkpoints"}
+    checkpoints = tmp_path / "checkpoints"
+    options = {**OPTIONS, **inputs, "save": checkpoints, "load": checkpoints, "save-interval": 2}
     with running(options, tmp_path / "run") as run:
-        run.until((tmp_path / "checkpoints" / "iter_0000002").exists, "the first checkpoint")
+        run.until((checkpoints / "iter_0000002").exists, "the first checkpoint")
         traces = Traces(run)
         os.kill(run.process.pid, signal.SIGKILL)
         run.process.wait()
