@@ -50,6 +50,11 @@ def _num_bytes(info: TensorInfo) -> int:
     return torch.Size(info.shape).numel() * getattr(torch, info.dtype).itemsize
 
 
+def _differs(mine: list[Any], theirs: list[Any]) -> bool:
+    """Whether two ranks of a slot would send different names, dtypes, shapes or places."""
+    return mine != theirs
+
+
 class _Disagreement(WeightSyncError):
     """Ranks of one slot would send different tensors."""
 
@@ -79,10 +84,10 @@ class BucketStream:
         self.bytes = sum(end for _, end in self._buckets)
         self._device, self._everybody, self._slot = device, everybody, slot
         size = max(end for _, end in self._buckets)
-        device = next((param.device for _, param in pieces), torch.device("cpu"))
-        self._scratch = torch.zeros(size, dtype=torch.uint8, device=device)
-        if device.type == "cuda":
-            self._shared, _ = arena_of(torch.zeros(size, dtype=torch.uint8, device=device))
+        where = next((param.device for _, param in pieces), torch.device("cpu"))
+        self._scratch = torch.zeros(size, dtype=torch.uint8, device=where)
+        if where.type == "cuda":
+            self._shared, _ = arena_of(torch.zeros(size, dtype=torch.uint8, device=where))
         else:
             self._shared = create_arena(size, "weight buckets")
         self._pieces: dict[str, list[tuple[Piece, torch.Tensor]]] = {}
@@ -133,7 +138,7 @@ class BucketStream:
         mine = {"device": self._device, "handle": self._shared.describe(), "tensors": tensors}
         parts = self._slot.gather(mine, "update") if self._slot is not None else [mine]
         for part in parts:
-            if part["tensors"] != tensors:
+            if _differs(tensors, part["tensors"]):
                 wrong = next((a for a, b in zip(part["tensors"], tensors, strict=False) if a != b), "their number")
                 raise _Disagreement("update", f"the rank on {part['device']}", f"its bucket differs: {wrong}")
         return {"handles": {part["device"]: part["handle"] for part in parts}, "tensors": tensors}

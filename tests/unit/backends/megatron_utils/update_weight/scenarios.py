@@ -1,0 +1,341 @@
+"""What trainer ranks do in the tests: module-level functions, run in real processes with real Gloo groups.
+
+Each returns plain data for the test to judge. ``mutant`` puts a wrong rule in, to see the judgement turn red.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.unit.backends.megatron_utils.update_weight.toy_engine import Rank, ask, calls, digests
+from vime.backends.megatron_utils.update_weight import bucketed, exchange, update_weight_from_tensor
+from vime.errors import WeightSyncError
+from vime.models.layout import ParallelLayout
+from vime.types import EngineAddress
+
+Undo = Callable[[], None]
+Mutant = Callable[[Rank], Undo]
+
+
+def _replace(owner: Any, name: str, value: Any) -> Undo:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, before)
+
+
+# ---------------------------------------------------------------- wrong rules
+
+
+def leader_is_tp_rank_0(me: Rank) -> Undo:
+    """S2: with CP or DP inside a slot, several ranks are "TP rank 0"."""
+
+    def leader(address: EngineAddress) -> int:
+        return me.rank if me.layout.coordinates(me.rank).tp == 0 else -1
+
+    return _replace(update_weight_from_tensor, "leader", leader)
+
+
+def gather_over_tp_group(me: Rank) -> Undo:
+    """S3, S4: the TP group has not all GPUs of the slot."""
+
+    def create(self: Any, addresses: list[EngineAddress]) -> None:
+        for start in range(0, me.layout.world_size, me.layout.tp):
+            self._slots[start, start + me.layout.tp] = exchange.Exchange(range(start, start + me.layout.tp), 60.0)
+
+    return _replace(update_weight_from_tensor.UpdateWeightFromTensor, "_create_slot_groups", create)
+
+
+def groups_by_members_only(me: Rank) -> Undo:
+    """S3: a group that not every rank takes part in creating."""
+    create = update_weight_from_tensor.UpdateWeightFromTensor._create_slot_groups
+
+    def create_mine(self: Any, addresses: list[EngineAddress]) -> None:
+        create(self, [a for a in addresses if a.slot is not None and me.rank in a.slot])
+
+    return _replace(update_weight_from_tensor.UpdateWeightFromTensor, "_create_slot_groups", create_mine)
+
+
+def group_for_every_slot(me: Rank) -> Undo:
+    """S5: also for a slot of one rank."""
+
+    def create(self: Any, addresses: list[EngineAddress]) -> None:
+        for address in addresses:
+            assert address.slot is not None
+            dist.new_group(list(range(address.slot.start, address.slot.end)), backend="gloo")
+
+    return _replace(update_weight_from_tensor.UpdateWeightFromTensor, "_create_slot_groups", create)
+
+
+def barrier_in_the_loop(me: Rank) -> Undo:
+    """S6."""
+    message = bucketed.BucketStream._message
+
+    def with_barrier(self: Any, placed: Any) -> Any:
+        self._everybody.gather(None, "sent")
+        return message(self, placed)
+
+    return _replace(bucketed.BucketStream, "_message", with_barrier)
+
+
+def buffer_filled_too_early(me: Rank) -> Undo:
+    """S6: what must hold without a barrier: a bucket stays until its worker has read it."""
+    fill = bucketed.BucketStream._fill
+
+    def fill_shared(self: Any, placed: Any, end: int) -> None:
+        fill(self, placed, end)
+        self._shared.tensor[:end].copy_(self._scratch[:end])
+
+    return _replace(bucketed.BucketStream, "_fill", fill_shared)
+
+
+def metadata_is_not_compared(me: Rank) -> Undo:
+    """S9."""
+    return _replace(bucketed, "_differs", lambda mine, theirs: False)
+
+
+MUTANTS: dict[str, Mutant] = {
+    f.__name__: f
+    for f in (
+        leader_is_tp_rank_0,
+        gather_over_tp_group,
+        groups_by_members_only,
+        group_for_every_slot,
+        barrier_in_the_loop,
+        buffer_filled_too_early,
+        metadata_is_not_compared,
+    )
+}
+
+
+# ---------------------------------------------------------------- what happened
+
+
+@contextmanager
+def recorded(events: list[Any]) -> Iterator[None]:
+    """Write down this rank's meetings and the groups it helped create, in order."""
+    gather, add, new_group = exchange.Exchange.gather, exchange.Exchange.sum_in_place, dist.new_group
+
+    def recorded_gather(self: Any, value: Any, phase: str) -> Any:
+        events.append(["gather" if self._stamp else "slot gather", phase, self.ranks])
+        return gather(self, value, phase)
+
+    def recorded_sum(self: Any, tensor: Any, phase: str) -> None:
+        events.append(["sum", phase, self.ranks])
+        add(self, tensor, phase)
+
+    def recorded_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        events.append(["group", list(ranks)])
+        return new_group(ranks, *args, **kwargs)
+
+    undo = [
+        _replace(exchange.Exchange, "gather", recorded_gather),
+        _replace(exchange.Exchange, "sum_in_place", recorded_sum),
+        _replace(exchange.dist, "new_group", recorded_group),
+    ]
+    try:
+        yield
+    finally:
+        for step in undo:
+            step()
+
+
+def attempt(work: Callable[[], Any]) -> dict[str, Any]:
+    """The result of ``work``, or its WeightSyncError as data."""
+    started = time.monotonic()
+    try:
+        return {"stats": work()}
+    except WeightSyncError as error:
+        seconds = time.monotonic() - started
+        found = {"phase": error.phase, "where": error.where, "cause": error.cause, "engines": list(error.engines)}
+        return {"error": found, "seconds": seconds}
+
+
+# ---------------------------------------------------------------- scenarios
+
+
+def sync(
+    rank: int,
+    layout: ParallelLayout,
+    addresses: list[EngineAddress],
+    mutant: str | None = None,
+    slow: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Connect, and sync twice; of the second sync what each rank met and what each engine was asked."""
+    me = Rank(rank, layout, **options)
+    undo = MUTANTS[mutant](me) if mutant else None
+    events: list[Any] = []
+    out: dict[str, Any] = {}
+    try:
+        with recorded(events):
+            out["connect"] = attempt(lambda: me.update.connect_rollout_engines(addresses))
+            out["connect_events"] = list(events)
+            if "error" in out["connect"]:
+                return out
+            me.train(1)
+            out["first"] = attempt(lambda: me.update.update_weights(1))
+            dist.barrier()
+            if rank == 0:
+                out["first_calls"] = [calls(address) for address in addresses]
+                for address in addresses:
+                    ask(address, "/test/faults", {"/update_weights": ["slow 0.3"] * 3} if slow else {})
+            dist.barrier()
+            events.clear()
+            me.train(2)
+            out["second"] = attempt(lambda: me.update.update_weights(2))
+        out["events"] = events
+        dist.barrier()
+        if rank == 0:
+            out["calls"] = [ask(address, "/test/calls") for address in addresses]
+            out["digests"] = [digests(address) for address in addresses]
+        return out
+    finally:
+        if undo is not None:
+            undo()
+        dist.barrier()  # mutants are put in and taken out together
+
+
+def replaced_engine(
+    rank: int, layout: ParallelLayout, addresses: list[EngineAddress], replacement: EngineAddress
+) -> dict[str, Any]:
+    """The last engine is replaced: it alone is connected and synced."""
+    me = Rank(rank, layout)
+    me.update.connect_rollout_engines(addresses)
+    me.train(1)
+    me.update.update_weights(1)
+    dist.barrier()
+    out: dict[str, Any] = {}
+    if rank == 0:
+        out["before"] = digests(replacement)
+        for address in addresses:
+            calls(address)
+    dist.barrier()
+    now = [*addresses[:-1], replacement]
+    me.update.connect_rollout_engines(now)
+    out["stats"] = me.update.update_weights(1, only=[replacement.index])
+    dist.barrier()
+    if rank == 0:
+        out["calls"] = [calls(address) for address in now]
+        out["digests"] = [digests(address) for address in now]
+    dist.barrier()
+    return out
+
+
+def faults(rank: int, layout: ParallelLayout, addresses: list[EngineAddress], each: dict[str, str]) -> dict[str, Any]:
+    """Engine 1 fails once in each call; then everything is synced again."""
+    me = Rank(rank, layout, weight_update_timeout=5.0)
+    me.update.connect_rollout_engines(addresses)
+    me.train(0)
+    me.update.update_weights(0)
+    out: dict[str, Any] = {}
+    version = 1
+    for call, kind in each.items():
+        dist.barrier()
+        if rank == 0:
+            ask(addresses[1], "/test/faults", {call: [kind]})
+        dist.barrier()
+        me.train(version)
+        failed = attempt(lambda version=version: me.update.update_weights(version))
+        dist.barrier()
+        others = digests(addresses[0]) if rank == 0 else None
+        paused = ask(addresses[1], "/is_paused") if rank == 0 else None
+        dist.barrier()
+        me.train(version + 1)
+        again = attempt(lambda version=version: me.update.update_weights(version + 1))
+        dist.barrier()
+        found = [digests(address) for address in addresses] if rank == 0 else None
+        out[call] = {"failed": failed, "others": others, "paused": paused, "again": again, "digests": found}
+        version += 2
+    return out
+
+
+def a_rank_raises(rank: int, layout: ParallelLayout, addresses: list[EngineAddress]) -> dict[str, Any]:
+    """Rank 2 finds that its weights cannot be shared any more."""
+    me = Rank(rank, layout)
+    me.update.connect_rollout_engines(addresses)
+    dist.barrier()
+    if rank == 0:
+        for address in addresses:
+            calls(address)
+    private = dict(me.params)
+    if rank == 2:
+        for key in me.params:
+            me.params[key] = me.params[key].clone()
+    failed = attempt(lambda: me.update.update_weights(1))
+    dist.barrier()
+    asked = [calls(address) for address in addresses] if rank == 0 else None
+    me.params.update(private)
+    me.train(3)
+    again = attempt(lambda: me.update.update_weights(2))
+    dist.barrier()
+    return {"failed": failed, "calls": asked, "again": again}
+
+
+def dies_or_is_late(
+    rank: int, layout: ParallelLayout, addresses: list[EngineAddress], victim: int, kind: str
+) -> dict[str, Any]:
+    """``victim`` is killed before the ready meeting, while the others wait there; or comes too late."""
+    exchange._GRACE = 1.0
+    me = Rank(rank, layout, weight_update_timeout=3.0)
+    me.update.connect_rollout_engines(addresses)
+    me.train(1)
+    me.update.update_weights(1)
+    if rank == victim:
+        if kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(8)
+    return attempt(lambda: me.update.update_weights(2))
+
+
+def engine_dies(rank: int, layout: ParallelLayout, addresses: list[EngineAddress]) -> dict[str, Any]:
+    """Engine 1 is killed by its own hand when the weights arrive."""
+    me = Rank(rank, layout, weight_update_timeout=20.0)
+    me.update.connect_rollout_engines(addresses)
+    me.train(1)
+    me.update.update_weights(1)
+    dist.barrier()
+    if rank == 0:
+        ask(addresses[1], "/test/faults", {"/update_weights": ["die"]})
+    dist.barrier()
+    me.train(2)
+    failed = attempt(lambda: me.update.update_weights(2))
+    dist.barrier()
+    return {"failed": failed, "digests": [digests(addresses[0])] if rank == 0 else None}
+
+
+def disagreeing_rank(
+    rank: int, layout: ParallelLayout, addresses: list[EngineAddress], what: str, mutant: str | None = None
+) -> dict[str, Any]:
+    """Rank 1 has other metadata: names in another order, or in its buckets only."""
+    me = Rank(rank, layout, update_weight_transport="bucketed", check_weight_update="off")
+    undo = MUTANTS[mutant](me) if mutant else None
+    if rank == 1 and what == "names":
+        names = list(me.update._shapes)
+        names[3], names[5] = names[5], names[3]
+        me.update._shapes = {name: me.update._shapes[name] for name in names}
+    connected = attempt(lambda: me.update.connect_rollout_engines(addresses))
+    out: dict[str, Any] = {"connect": connected}
+    if "error" not in connected:
+        if rank == 1 and what == "dtypes":
+            tensors = me.update._shards.tensors  # type: ignore[union-attr]
+            first = next(iter(tensors))
+            tensors[first] = type(tensors[first])(tensors[first].shape, "int32")
+        out["update"] = attempt(lambda: me.update.update_weights(1))
+    dist.barrier()
+    out["calls"] = [calls(address) for address in addresses] if rank == 0 else None
+    if undo is not None:
+        undo()
+    dist.barrier()
+    return out
+
+
+def run_all(rank: int, steps: list[tuple[str, str, dict[str, Any]]]) -> dict[str, Any]:
+    """Several scenarios in the same processes: (label, scenario, arguments)."""
+    return {label: globals()[scenario](rank, **arguments) for label, scenario, arguments in steps}
