@@ -144,7 +144,7 @@ class Receiver:
             ArenaError: the trainer's memory cannot be opened.
         """
         started = time.perf_counter()
-        self.plan = self.model.trace(shards.tensors)
+        self.plan = self._trace(shards)
         if self.plan.problems:
             return self.plan
         self._program = compose(self.plan, shards, self.place.neighbour, self.place.node)
@@ -159,6 +159,12 @@ class Receiver:
         self.report.bytes_by_rank = self._program.bytes_by_rank()
         self.report.copies = len(self._program.copies)
         return self.plan
+
+    def _trace(self, shards: ShardMap) -> LoadPlan:
+        try:
+            return self.model.trace(shards.tensors)
+        except Exception as error:  # noqa: BLE001 - loaders are foreign code
+            return LoadPlan({}, problems={"the whole model": f"its loader fails on tensors without data: {error}"})
 
     def _open(self, ranks: Mapping[int, RankInfo]) -> None:
         """Open what the program reads and is not open yet, or has moved."""

@@ -87,7 +87,30 @@ class Session:
         self._loading = False
         self._updated_to: int | None = None  # the open update's version, once its weights are in
         self._version: int | None = None
+        self._failure: dict[str, str] | None = None
         self._bucket: tuple[Handle, torch.Tensor] | None = None
+
+    def attempt(self, step: str, *args: Any) -> None:
+        """Take a step, "connect" to "finish", and keep what it raises as the ``failure`` of :meth:`state`; the steps
+        after a failure do nothing, until "connect" or "start" begins anew.
+
+        For engines whose workers must not raise: vLLM's executor stops reading its workers' answers at the first that
+        failed, and from then on takes the old answers of the others for those to later calls.
+        """
+        if step in ("connect", "start"):
+            self._failure = None
+        if self._failure is not None:
+            return
+        try:
+            getattr(self, step)(*args)
+        except Exception as error:  # noqa: BLE001 - kept, and raised by the trainer
+            self.abort()
+            if isinstance(error, WeightSyncError):
+                self._failure = {"phase": error.phase, "where": error.where, "cause": error.cause}
+            else:
+                cause = f"{type(error).__name__}: {error}"
+                phase = "update" if step == "receive" else step
+                self._failure = {"phase": phase, "where": f"worker {self.number}", "cause": cause}
 
     def connect(self, info: InitInfo) -> LoadPlan:
         """Plan, and open the trainer's memory."""
@@ -137,6 +160,7 @@ class Session:
     def abort(self) -> None:
         """Leave no trace of an open update but the bytes it has written."""
         self._loading, self._updated_to, self._version, self._bucket = False, None, None, None
+        self._failure = None
         self.model.abort_load()
 
     def close(self) -> None:
@@ -146,15 +170,16 @@ class Session:
         self._receiver = self._info = self._bucket = None
 
     def state(self) -> dict[str, Any]:
-        """JSON: ``connection``, ``version`` (None while an update is open or after one that failed), what was planned,
-        and of the last update seconds per phase and bytes per source rank."""
+        """JSON: ``connection``, ``version`` (None while an update is open or after one that failed), ``failure`` (its
+        phase, where and cause), what was planned, and of the last update the seconds per phase and bytes per rank."""
         if self._receiver is None or self._info is None:
-            return {"connection": None}
+            return {"connection": None, "failure": self._failure}
         plan = self._receiver.plan
         return {
             **self._receiver.state(),
             "connection": self._info.connection,
             "version": self._version,
+            "failure": self._failure,
             "problems": plan.problems if plan else {},
             "unused": plan.unused if plan else [],
             "unwritten": plan.unwritten if plan else {},

@@ -212,9 +212,37 @@ def test_a_payload_without_this_workers_device_is_refused_with_those_it_has() ->
         trainer.update(1, bucket=bucket)
 
 
+def test_attempts_keep_their_failure_and_skip_the_rest_until_the_next_start() -> None:
+    trainer = Trainer()
+    session = trainer.session
+    trainer.stamp.set(1)
+    session.attempt("start")
+    session.attempt("receive", UpdateInfo(2))
+    trainer.stamp.set(2)
+    session.attempt("receive", UpdateInfo(2))
+    session.attempt("finish")
+    failure = session.state()["failure"]
+    assert (failure["phase"], failure["where"]) == ("version", "engine 3, worker 0")
+    assert failure["cause"] == "trainer rank 0 holds version 1, expected version 2"
+    assert session.state()["version"] is None
+    session.attempt("start")
+    assert session.state()["failure"] is None
+    session.attempt("receive", UpdateInfo(2))
+    session.attempt("finish")
+    trainer.assert_synced(2)
+    trainer.model.fails = RuntimeError("the loader stumbles")
+    session.attempt("start")
+    session.attempt("receive", UpdateInfo(2))
+    assert session.state()["failure"] == {
+        "phase": "update",
+        "where": "worker 0",
+        "cause": "RuntimeError: the loader stumbles",
+    }
+
+
 def test_before_connecting_nothing_works() -> None:
     session = Session(ToyModel(SHAPES), 0, torch.device("cpu"))
-    assert session.state() == {"connection": None}
+    assert session.state() == {"connection": None, "failure": None}
     with pytest.raises(WeightSyncError, match="not connected"):
         session.start()
 
@@ -238,6 +266,20 @@ def test_a_model_that_cannot_be_planned_says_which_parameter_and_takes_buckets(m
     assert set(trainer.session.state()["problems"]) == {"layers.0.norm.weight"}
     with pytest.raises(WeightSyncError, match="no copy program"):
         trainer.update(1)
+    trainer.update(1, bucket=trainer.bucket())
+    trainer.assert_synced(1)
+
+
+def test_a_loader_that_looks_at_values_takes_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = ToyModel._write
+
+    def looking(self: ToyModel, params: Any, name: str, tensor: torch.Tensor) -> None:
+        assert float(tensor.sum()) != 0.5
+        write(self, params, name, tensor)
+
+    monkeypatch.setattr(ToyModel, "_write", looking)
+    trainer = Trainer()
+    assert "without data" in trainer.session.state()["problems"]["the whole model"]
     trainer.update(1, bucket=trainer.bucket())
     trainer.assert_synced(1)
 

@@ -7,6 +7,7 @@ is set, must name it. Both stay light: they are imported by processes that never
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 BACKEND = "vime"
@@ -24,29 +25,42 @@ def register() -> None:
 
 
 class WorkerExtension:
-    """Methods that ``/collective_rpc`` calls on every worker: vLLM's own weight update routes answer with nothing."""
+    """Methods that ``/collective_rpc`` calls on every worker: vLLM's own weight update routes answer with nothing.
+
+    None of them raises (see Session.attempt): what went wrong is the answer's ``failure``. Each gives back the
+    ``token`` of its call, by which the caller knows that the answer is to this call and not to an earlier one.
+    """
 
     weight_transfer_engine: Any  # vLLM's worker has it
 
-    def vime_weight_state(self) -> dict[str, Any]:
-        """What the worker's weight transfer engine knows: connection, plan, and its last update."""
-        return self.weight_transfer_engine.session.state()
+    def vime_weight_state(self, token: str = "") -> dict[str, Any]:
+        """Connection, plan, and how the last update went: Session.state."""
+        return _answer(token, self.weight_transfer_engine.session.state)
 
-    def vime_abort_weight_update(self) -> dict[str, Any]:
+    def vime_abort_weight_update(self, token: str = "") -> dict[str, Any]:
         """End an update that nobody will finish, so that another can start: live tensors are put back, vLLM's "update
         already active" is cleared. What was written stays written."""
-        from vime.backends.vllm_utils.adapter import clear_active_update
 
-        self.weight_transfer_engine.session.abort()
-        clear_active_update(self)
-        return {}
+        def abort() -> None:
+            from vime.backends.vllm_utils.adapter import clear_active_update
 
-    def vime_poison_weights(self) -> dict[str, Any]:
+            self.weight_transfer_engine.session.abort()
+            clear_active_update(self)
+
+        return _answer(token, abort)
+
+    def vime_poison_weights(self, token: str = "") -> dict[str, Any]:
         """Overwrite what the plan writes with NaN."""
-        self.weight_transfer_engine.session.model.poison()
-        return {}
+        return _answer(token, self.weight_transfer_engine.session.model.poison)
 
-    def vime_weight_digests(self) -> dict[str, Any]:
-        """Name -> digest (as text: 64-bit integers do not survive JSON readers) of all parameters and buffers."""
-        digests = self.weight_transfer_engine.session.model.digests()
-        return {name: str(value) for name, value in digests.items()}
+    def vime_weight_digests(self, token: str = "") -> dict[str, Any]:
+        """``digests``: name -> digest of every parameter and buffer, as text (JSON readers round 64-bit integers)."""
+        digests = self.weight_transfer_engine.session.model.digests
+        return _answer(token, lambda: {"digests": {name: str(value) for name, value in digests().items()}})
+
+
+def _answer(token: str, work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
+    try:
+        return {"token": token, "failure": None, **(work() or {})}
+    except Exception as error:  # noqa: BLE001 - the caller raises it
+        return {"token": token, "failure": {"phase": "worker", "where": "worker", "cause": f"{error!r}"}}

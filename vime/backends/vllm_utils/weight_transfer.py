@@ -1,8 +1,8 @@
 """The worker's end of a weight update as vLLM knows it: a WeightTransferEngine around vime's session.
 
 vLLM's routes call it in this order: ``init`` once per connection, then per update ``start``, ``update`` (once by plan,
-or once per bucket) and ``finish``. The trainer has paused the engine before ``start``. vLLM forwards only exceptions,
-as the text of an HTTP 500; everything else the trainer wants to know it asks the WorkerExtension for (plugin.py).
+or once per bucket) and ``finish``. The trainer has paused the engine before ``start``. The routes answer with nothing,
+and a worker must not raise (Session.attempt), so the trainer asks the WorkerExtension how it went (plugin.py).
 """
 
 from __future__ import annotations
@@ -54,21 +54,24 @@ class VimeWeightTransferEngine(WeightTransferEngine[VllmInitInfo, VllmUpdateInfo
         self.session = Session(model, worker_number(self.vllm_config), torch.device(self.device))
 
     def init_transfer_engine(self, init_info: VllmInitInfo) -> None:
-        plan = self.session.connect(init_info)
-        for param, why in plan.problems.items():
-            logger.warning("%s cannot be written by plan: %s", param, why)
+        self.session.attempt("connect", init_info)
         state = self.session.state()
+        if state["failure"] is not None:
+            logger.error("engine %d cannot be connected: %s", init_info.engine, state["failure"]["cause"])
+            return
+        for param, why in state["problems"].items():
+            logger.warning("%s cannot be written by plan: %s", param, why)
         seconds = ", ".join(f"{name} {value * 1e3:.0f} ms" for name, value in state["seconds"].items())
         logger.info("engine %d: %d copies planned (%s)", init_info.engine, state["copies"], seconds)
 
     def start_weight_update(self) -> None:
-        self.session.start()
+        self.session.attempt("start")
 
     def receive_weights(self, update_info: VllmUpdateInfo) -> None:
-        self.session.receive(update_info)
+        self.session.attempt("receive", update_info)
 
     def finish_weight_update(self) -> None:
-        self.session.finish()
+        self.session.attempt("finish")
 
     def shutdown(self) -> None:
         self.session.close()

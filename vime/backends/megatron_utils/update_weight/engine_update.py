@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 from vime.backends.megatron_utils.update_weight.exchange import error_value
 from vime.backends.vllm_utils.client import EngineClient
-from vime.errors import EngineError
+from vime.errors import EngineError, WeightSyncError
 from vime.types import EngineAddress
 
 State = dict[str, Any]  # what a worker says of itself (weight_transfer.py)
@@ -81,12 +82,12 @@ class EngineUpdate:
     @_step("connect")
     def connect(self, info: dict[str, Any]) -> None:
         """Hand the shard map to every worker, unless they have it already."""
+        self._workers("vime_abort_weight_update")  # one that an earlier trainer has left open
         self.states = self._workers("vime_weight_state")
         if len(self.states) != self.address.world_size:
             raise EngineError(f"has {len(self.states)} workers, {self.address.world_size} were expected")
         if any(state.get("connection") != self.connection for state in self.states):
             self.knew_us = False
-            self._workers("vime_abort_weight_update")  # one that an earlier trainer has left open
             self._client.init_weight_transfer(info, timeout=self._left())
             self.states = self._workers("vime_weight_state")
 
@@ -109,7 +110,8 @@ class EngineUpdate:
 
     @_step("finish")
     def finish(self, version: int) -> None:
-        """Commit the version, which every worker must confirm."""
+        """Commit the version, if every worker has its weights, and have every worker confirm it."""
+        self._workers("vime_weight_state")
         self._client.finish_weight_update(version, timeout=self._left())
         self.states = self._workers("vime_weight_state")
         for number, state in enumerate(self.states):
@@ -136,31 +138,46 @@ class EngineUpdate:
     def compare_digests(self) -> None:
         """The other path must have left the same bytes in every parameter and buffer of every worker."""
         for worker, (ours, theirs) in enumerate(zip(self._digests, self._workers("vime_weight_digests"), strict=True)):
-            differing = [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)]
-            if differing or not ours:
+            names, other = ours["digests"], theirs["digests"]
+            differing = [name for name in names.keys() | other.keys() if names.get(name) != other.get(name)]
+            if differing or not names:
                 raise EngineError(
                     f"worker {worker}: the planned and the bucketed path left different bytes in "
-                    f"{len(differing)} of {len(ours)} tensors, for instance {min(differing, default='none')}; "
+                    f"{len(differing)} of {len(names)} tensors, for instance {min(differing, default='none')}; "
                     "this is a fault of vime: report it, and use --update-weight-transport bucketed meanwhile"
                 )
 
     def fail(self, error: Exception, phase: str = "update") -> None:
-        """Keep a failure that happened outside the engine but leaves its update unfinished."""
+        """Keep a failure. A worker's own phase ("version", "checksum") says more than that of the call."""
         value = error_value(error, phase, str(self))
-        self.failure = value | {"phase": phase, "where": str(self), "engines": [self.address.index]}
+        if isinstance(error, WeightSyncError):
+            value["cause"] = f"{error.where}: {error.cause}"
+        self.failure = value | {"where": str(self), "engines": [self.address.index]}
 
     def close(self) -> None:
         """After the last step. Leaves the engine in a state from which another update can start."""
         if self.failure is not None:
             with contextlib.suppress(EngineError):
-                self._client.collective_rpc("vime_abort_weight_update", timeout=_ABORT_SECONDS)
+                self._client.collective_rpc("vime_abort_weight_update", "", timeout=_ABORT_SECONDS)
         self._client.close()
 
     # ------------------------------------------------------------------ inside
 
     def _workers(self, method: str) -> list[State]:
-        answers = self._client.collective_rpc(method, timeout=self._left())
-        return [answer if isinstance(answer, dict) else {} for answer in answers]
+        """Call a method of every worker (plugin.py).
+
+        Raises:
+            WeightSyncError: the failure of the first worker that has one.
+            EngineError: the answers are not to this call: vLLM's executor has lost count of its workers' answers.
+        """
+        token = uuid.uuid4().hex
+        answers = self._client.collective_rpc(method, token, timeout=self._left())
+        for number, answer in enumerate(answers):
+            if not isinstance(answer, dict) or answer.get("token") != token:
+                raise EngineError(f"worker {number} answers to an earlier call; the engine must be replaced")
+            if answer["failure"] is not None:
+                raise WeightSyncError(**answer["failure"])
+        return [answer for answer in answers if isinstance(answer, dict)]
 
     def _left(self) -> float:
         """Seconds to the deadline; never none at all, so that a call that comes too late names itself."""

@@ -66,7 +66,7 @@ def expected_digests(seed: int, workers: int) -> list[dict[str, str]]:
 
 
 class _Server:
-    """The state of one engine. Like vLLM's workers, each refuses a second start, and a failure clears its own flag."""
+    """The state of one engine. As in vLLM, a second start is refused."""
 
     def __init__(self, workers: int) -> None:
         self.sessions = [Session(ToyModel(SHAPES, rank, workers), rank, torch.device("cpu")) for rank in range(workers)]
@@ -107,15 +107,17 @@ class _Server:
         elif path == "/reset_prefix_cache":
             return {"success": True}
         elif path == "/collective_rpc":
-            return {"results": [self._rpc(rank, body["method"]) for rank in range(len(self.sessions))]}
+            answers = [self._rpc(rank, body["method"]) for rank in range(len(self.sessions))]
+            token = {"token": body["args"][0] if body["args"] else ""}
+            return {"results": [{"failure": None, **answer, **token} for answer in answers]}
         elif path == "/init_weight_transfer_engine":
             for session in self.sessions:
-                session.connect(InitInfo(**body["init_info"]))
+                session.attempt("connect", InitInfo(**body["init_info"]))
         elif path == "/start_weight_update":
             for rank, session in enumerate(self.sessions):
                 if self.active[rank]:
                     raise RuntimeError("start_weight_update called while a weight update is already active")
-                session.start()
+                session.attempt("start")
                 self.active[rank] = True
         elif path == "/update_weights":
             bucket = body["update_info"].get("bucket")
@@ -124,14 +126,12 @@ class _Server:
             for rank, session in enumerate(self.sessions):
                 if not self.active[rank]:
                     raise RuntimeError("start_weight_update must be called before update_weights.")
-                self.active[rank] = False
-                session.receive(UpdateInfo(**body["update_info"]))
-                self.active[rank] = True
+                session.attempt("receive", UpdateInfo(**body["update_info"]))
         elif path == "/finish_weight_update":
             for rank, session in enumerate(self.sessions):
                 if not self.active[rank]:
                     raise RuntimeError("finish_weight_update called without a matching start_weight_update.")
-                session.finish()
+                session.attempt("finish")
                 self.active[rank] = False
         else:
             raise KeyError(path)
@@ -142,7 +142,7 @@ class _Server:
         if method == "vime_weight_state":
             return session.state()
         if method == "vime_weight_digests":
-            return {name: str(value) for name, value in session.model.digests().items()}
+            return {"digests": {name: str(value) for name, value in session.model.digests().items()}}
         if method == "vime_poison_weights":
             session.model.poison()
         elif method == "vime_abort_weight_update":
@@ -221,9 +221,9 @@ def calls(address: EngineAddress) -> list[str]:
 
 
 def digests(address: EngineAddress) -> list[dict[str, str]]:
-    found = ask(address, "/collective_rpc", {"method": "vime_weight_digests"})["results"]
+    found = ask(address, "/collective_rpc", {"method": "vime_weight_digests", "args": []})["results"]
     calls(address)
-    return found
+    return [answer["digests"] for answer in found]
 
 
 # ---------------------------------------------------------------------------------------------- the trainer

@@ -1,0 +1,198 @@
+"""The guard in front of a real engine, and its state machine call by call."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import requests
+
+from vime.backends.vllm_utils.weight_guard import WeightGuard
+
+if TYPE_CHECKING:
+    from tests.engine import TinyEngine
+
+
+class Server:
+    """A guarded app that answers what it is told to."""
+
+    def __init__(self) -> None:
+        self.status: dict[str, int] = {}
+        self.seen: list[tuple[str, bytes]] = []
+        self.guard = WeightGuard(self._app)
+
+    async def _app(
+        self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]
+    ) -> None:
+        body = (await receive())["body"]
+        self.seen.append((scope["path"], body))
+        status = self.status.get(scope["path"], 200)
+        if status == 0:
+            raise ConnectionError("the caller has gone")
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def post(self, path: str, body: Any = None, query: str = "", parts: int = 1) -> tuple[int, str]:
+        data = json.dumps(body or {}).encode()
+        step = -(-len(data) // parts)
+        chunks = [data[start : start + step] for start in range(0, len(data), step)]
+        messages = [
+            {"type": "http.request", "body": chunk, "more_body": number < len(chunks) - 1}
+            for number, chunk in enumerate(chunks)
+        ]
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            return messages.pop(0)
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": query.encode()}
+        await self.guard(scope, receive, send)
+        return sent[0]["status"], b"".join(message.get("body", b"") for message in sent).decode()
+
+
+async def generate(server: Server) -> int:
+    return (await server.post("/inference/v1/generate"))[0]
+
+
+def test_generation_waits_for_an_open_update_and_goes_on_with_it() -> None:
+    async def run() -> None:
+        server = Server()
+        assert await generate(server) == 200
+        await server.post("/start_weight_update")
+        waiting = asyncio.create_task(generate(server))
+        await server.post("/update_weights")
+        assert not waiting.done()
+        assert await server.post("/health", query="") == (200, "{}")
+        await server.post("/finish_weight_update")
+        assert await waiting == 200
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "body"),
+    [
+        ("/update_weights", 500, None),
+        ("/update_weights", 0, None),
+        ("/finish_weight_update", 500, None),
+        ("/start_weight_update", 500, None),
+        ("/collective_rpc", 500, {"method": "vime_poison_weights"}),
+        ("/collective_rpc", 200, {"method": "vime_abort_weight_update"}),
+    ],
+)
+def test_after_a_failed_update_generation_is_refused_until_one_succeeds(path: str, status: int, body: Any) -> None:
+    async def run() -> None:
+        server = Server()
+        await server.post("/start_weight_update")
+        waiting = asyncio.create_task(generate(server))
+        server.status[path] = status
+        try:
+            await server.post(path, body, parts=3)
+        except ConnectionError:
+            assert status == 0
+        if status != 0:
+            assert server.seen[-1] == (path, json.dumps(body or {}).encode())  # the whole body reached the server
+        assert await waiting == 503
+        code, text = await server.post("/v1/completions")
+        assert code == 503
+        assert "its last weight update failed half-way" in text
+        server.status.clear()
+        await server.post("/start_weight_update")
+        await server.post("/update_weights")
+        await server.post("/finish_weight_update")
+        assert await generate(server) == 200
+
+    asyncio.run(run())
+
+
+def test_a_failure_outside_an_update_changes_nothing() -> None:
+    async def run() -> None:
+        server = Server()
+        server.status = {"/start_weight_update": 500, "/update_weights": 500, "/collective_rpc": 500}
+        for path in server.status:
+            assert (await server.post(path))[0] == 500
+        assert (await server.post("/collective_rpc", {"method": "vime_abort_weight_update"}))[0] == 500
+        assert await generate(server) == 200
+
+    asyncio.run(run())
+
+
+def test_no_update_while_asleep_and_no_answers_from_dropped_weights() -> None:
+    async def run() -> None:
+        server = Server()
+        await server.post("/sleep", query="level=2&mode=abort")
+        code, text = await server.post("/start_weight_update")
+        assert code == 409
+        assert "asleep" in text
+        await server.post("/wake_up", query="tags=kv_cache")
+        assert (await server.post("/start_weight_update"))[0] == 409
+        await server.post("/wake_up", query="tags=weights")
+        code, text = await server.post("/v1/completions")
+        assert code == 503
+        assert "sleep of level 2 has dropped its weights" in text
+        await server.post("/start_weight_update")
+        await server.post("/finish_weight_update")
+        assert await generate(server) == 200
+        await server.post("/sleep", query="level=1")  # keeps the weights on the host
+        await server.post("/wake_up")
+        assert await generate(server) == 200
+
+    asyncio.run(run())
+
+
+# ---------------------------------------------------------------- a real engine
+
+
+def complete(engine: TinyEngine, timeout: float = 60) -> requests.Response:
+    body = {"model": "policy", "prompt": [1, 5, 7, 9], "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+    return requests.post(engine.url + "/v1/completions", json=body, timeout=timeout)
+
+
+def test_a_real_engine_refuses_half_written_weights_and_serves_after_a_full_sync(engine: TinyEngine) -> None:
+    from tests.unit.backends.vllm_utils.one_rank import OneRank
+    from vime.errors import WeightSyncError
+
+    trainer = OneRank(engine)
+    trainer.load(engine.checkpoint)
+    trainer.connect()
+    before = complete(engine).json()["choices"][0]["token_ids"]
+    stats = trainer.update.update_weights(1)  # proven: planned and bucketed leave the same bytes
+    assert stats["proof_seconds"] > 0
+    assert complete(engine).json()["choices"][0]["token_ids"] == before
+    assert engine.client.weight_version() == 1
+
+    arena = next(iter(trainer.params.values()))
+    trainer.update._prepare = lambda version: trainer.update._stamp.set(version - 1)  # type: ignore[method-assign]
+    with pytest.raises(WeightSyncError, match="holds version 1, expected version 2") as caught:
+        trainer.update.update_weights(2)
+    assert (caught.value.phase, caught.value.engines) == ("version", (0,))
+    refused = complete(engine)
+    assert refused.status_code == 503
+    assert "failed half-way" in refused.json()["error"]["message"]
+
+    del trainer.update._prepare
+    trainer.update.update_weights(3)
+    assert complete(engine).json()["choices"][0]["token_ids"] == before
+    assert engine.client.weight_version() == 3
+    assert arena.isfinite().all()
+
+
+def test_vllms_stuck_update_is_cleared_and_an_unfinished_one_can_be_followed(engine: TinyEngine) -> None:
+    """A trainer died after start: vLLM would refuse every later update with "already active"."""
+    from tests.unit.backends.vllm_utils.one_rank import OneRank
+
+    trainer = OneRank(engine)
+    trainer.load(engine.checkpoint)
+    trainer.connect()
+    engine.client.pause("wait")
+    engine.client.start_weight_update()
+    engine.client.resume()
+    trainer.update.update_weights(4)
+    assert engine.client.weight_version() == 4
+    assert complete(engine).status_code == 200
