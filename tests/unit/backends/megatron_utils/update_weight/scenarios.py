@@ -228,15 +228,17 @@ def replaced_engine(
     return out
 
 
-def faults(rank: int, layout: ParallelLayout, addresses: list[EngineAddress], each: dict[str, str]) -> dict[str, Any]:
-    """Engine 1 fails once in each call; then everything is synced again."""
+def faults(
+    rank: int, layout: ParallelLayout, addresses: list[EngineAddress], each: dict[str, list[str]]
+) -> dict[str, Any]:
+    """Engine 1 fails once in each way, (label: call, kind); then everything is synced again."""
     me = Rank(rank, layout, weight_update_timeout=5.0)
     me.update.connect_rollout_engines(addresses)
     me.train(0)
     me.update.update_weights(0)
     out: dict[str, Any] = {}
     version = 1
-    for call, kind in each.items():
+    for label, (call, kind) in each.items():
         dist.barrier()
         if rank == 0:
             ask(addresses[1], "/test/faults", {call: [kind]})
@@ -251,7 +253,7 @@ def faults(rank: int, layout: ParallelLayout, addresses: list[EngineAddress], ea
         again = attempt(lambda version=version: me.update.update_weights(version + 1))
         dist.barrier()
         found = [digests(address) for address in addresses] if rank == 0 else None
-        out[call] = {"failed": failed, "others": others, "paused": paused, "again": again, "digests": found}
+        out[label] = {"failed": failed, "others": others, "paused": paused, "again": again, "digests": found}
         version += 2
     return out
 

@@ -31,8 +31,15 @@ PLANNED = [
 BUCKETED: dict[str, Any] = {"update_weight_transport": "bucketed", "check_weight_update": "off"}
 BUCKETED |= {"update_weight_buffer_size": 4096}
 WRONG_RULES = ("leader_is_tp_rank_0", "gather_over_tp_group", "barrier_in_the_loop")
-FAULTS = {"/pause": "no", "/start_weight_update": "no", "/update_weights": "no", "/finish_weight_update": "no",
-          "/reset_prefix_cache": "no", "vime_weight_state": "no"}  # fmt: skip
+FAULTS = {
+    "pause": ["/pause", "no"],
+    "start": ["/start_weight_update", "no"],
+    "update": ["/update_weights", "no"],
+    "finish": ["/finish_weight_update", "no"],
+    "resume": ["/reset_prefix_cache", "no"],
+    "a worker": ["/update_weights", "worker"],
+    "too slow": ["/update_weights", "slow 8"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -307,25 +314,23 @@ def test_figures_are_the_same_on_every_rank_and_say_where_bytes_came_from(eight:
     assert {f"{phase}_seconds" for phase in ("pause", "start", "update", "finish", "resume")} <= set(stats[0])
 
 
-PHASES = {"/reset_prefix_cache": "resume", "vime_weight_state": "finish"}
-
-
-@pytest.mark.parametrize("call", list(FAULTS))
-def test_an_engines_failure_reaches_every_rank_and_the_next_sync_succeeds(four: dict[str, Any], call: str) -> None:
-    phase = PHASES.get(call, call.strip("/").split("_")[0])
-    errors = [rank["faults"][call]["failed"]["error"] for rank in by_rank(four)]
+@pytest.mark.parametrize("label", list(FAULTS))
+def test_an_engines_failure_reaches_every_rank_and_the_next_sync_succeeds(four: dict[str, Any], label: str) -> None:
+    errors = [rank["faults"][label]["failed"]["error"] for rank in by_rank(four)]
     assert all(error == errors[0] for error in errors)
-    assert errors[0]["phase"] == phase
+    assert errors[0]["phase"] == (label if label in ("pause", "start", "finish", "resume") else "update")
     assert errors[0]["where"].startswith("engine 1 (http://")
-    assert "Call to collective_rpc method failed: no" in errors[0]["cause"]
+    causes = {"a worker": "worker 0: RuntimeError: out of memory", "too slow": "no answer within"}
+    assert causes.get(label, "Call to collective_rpc method failed: no") in errors[0]["cause"]
     assert errors[0]["engines"] == [1]
-    first = four["faults"][0][call]
-    version = 1 + 2 * list(FAULTS).index(call)
+    assert all(rank["faults"][label]["failed"]["seconds"] < 7 for rank in by_rank(four))  # the deadline is 5 s
+    first = four["faults"][0][label]
+    version = 1 + 2 * list(FAULTS).index(label)
     assert first["others"] == expected_digests(version, 1)  # the other engines have the new weights
-    if call != "/pause":
+    if label != "pause":
         assert first["paused"] == {"is_paused": True}  # it serves nothing meanwhile
     for rank in by_rank(four):
-        assert "error" not in rank["faults"][call]["again"]
+        assert "error" not in rank["faults"][label]["again"]
     assert first["digests"] == [expected_digests(version + 1, 1)] * 4
 
 

@@ -69,7 +69,8 @@ class _Server:
     """The state of one engine. As in vLLM, a second start is refused."""
 
     def __init__(self, workers: int) -> None:
-        self.sessions = [Session(ToyModel(SHAPES, rank, workers), rank, torch.device("cpu")) for rank in range(workers)]
+        self.models = [ToyModel(SHAPES, rank, workers) for rank in range(workers)]
+        self.sessions = [Session(model, rank, torch.device("cpu")) for rank, model in enumerate(self.models)]
         self.active = [False] * workers
         self.calls: list[str] = []
         self.devices: list[list[str]] = []  # of each bucket's payload
@@ -92,7 +93,9 @@ class _Server:
             kind = fault.pop(0)
             if kind == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if kind.startswith("slow"):
+            if kind == "worker":
+                self.models[-1].fails = RuntimeError("out of memory")
+            elif kind.startswith("slow"):
                 time.sleep(float(kind.split()[1]))
             elif kind != "pass":
                 raise RuntimeError(kind)
