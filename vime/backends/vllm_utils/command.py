@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import getpass
 import importlib.metadata
 import json
 import shlex
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -78,6 +80,8 @@ class EngineCommand:
     def environment(self, parent: Mapping[str, str]) -> dict[str, str]:
         """The whole environment of the process, from that of its parent."""
         env = {name: value for name, value in parent.items() if name not in self.unset} | self.env
+        # Its temporary folder goes with the engine; what vLLM has compiled (a few seconds each time) shall stay.
+        env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
         plugins = env.get("VLLM_PLUGINS")  # a list of the plug-ins vLLM may load: ours must be in it
         if plugins is not None and "vime" not in plugins.split(","):
             env["VLLM_PLUGINS"] = ",".join(filter(None, [plugins, "vime"]))

@@ -208,6 +208,13 @@ def test_environment_of_the_trainer_stays_out() -> None:
     assert parent["RANK"] == "3"
 
 
+def test_what_an_engine_compiles_outlives_its_temporary_folder() -> None:
+    command = gpu(config())
+    assert command.environment({})["TORCHINDUCTOR_CACHE_DIR"] == command.environment({})["TORCHINDUCTOR_CACHE_DIR"]
+    assert "vime-engine" not in command.environment({})["TORCHINDUCTOR_CACHE_DIR"]
+    assert command.environment({"TORCHINDUCTOR_CACHE_DIR": "/mine"})["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
+
+
 def test_secrets_do_not_reach_logs() -> None:
     command = gpu(config(rollout={"vllm": {"hf_token": "hf_secret"}}))
     assert "hf_secret" in command.argv
