@@ -86,7 +86,9 @@ function hover(drawing, width, x, steps, lines) {
 }
 
 // series: [{name, metric, dots, soft}]; soft: also a smoothed line, the raw one pale
+const drawn = new Set();
 function lineChart(parent, title, wanted, options = {}) {
+  for (const { metric } of wanted) drawn.add(metric);
   let lines = wanted.map((s, i) => ({ ...s, data: points(s.metric), fill: color(s.color ?? i) })).filter((s) => s.data.length);
   if (!lines.length) return;
   const all = lines.flatMap((s) => s.data), values = all.map((p) => p[1]);
@@ -134,7 +136,9 @@ function lineChart(parent, title, wanted, options = {}) {
 }
 
 function stackedChart(parent, title) {
-  const names = [...new Set(run.phases.flatMap(Object.keys))];
+  // What happens once (starting engines) would flatten every step beside it: it is named instead of drawn.
+  const all = [...new Set(run.phases.flatMap(Object.keys))];
+  const often = all.filter((n) => run.phases.filter((p) => n in p).length > 1), names = often.length ? often : all;
   if (!names.length) return;
   const width = 1190, size = Math.max(1, Math.ceil(run.steps.length / 160)), bars = [];
   for (let i = 0; i < run.steps.length; i += size) {
@@ -142,6 +146,8 @@ function stackedChart(parent, title) {
     bars.push({ step: run.steps[i], parts: names.map((n) => part.reduce((sum, p) => sum + (p[n] || 0), 0) / part.length) });
   }
   const legend = names.map((name, i) => ({ name, fill: color(i) }));
+  const once = all.filter((n) => !names.includes(n)).map((n) => `${n} ${number(run.phases.find((p) => n in p)[n])} s`);
+  if (once.length) legend.push({ name: `once: ${once.join(", ")}`, fill: "none" });
   const drawing = frame(parent, title + (size > 1 ? `, mean of ${size} steps` : ""), legend, width, true);
   const high = Math.max(...bars.map((b) => b.parts.reduce((a, c) => a + c, 0))) * 1.04 || 1;
   const each = (width - LEFT - RIGHT) / bars.length, gap = Math.min(each * 0.2, 6);
@@ -199,14 +205,12 @@ lineChart(health, "Gradient norm", [{ name: "norm before clipping", metric: "tra
 lineChart(health, "Loss", [{ name: "loss", metric: "train/loss", color: 0 }, { name: "policy loss", metric: "train/pg_loss", color: 6 }]);
 lineChart(health, "Clipped tokens, share", [{ name: "clipped", metric: "train/clip_fraction", color: 4 }], { zero: true });
 lineChart(health, "Learning rate", [{ name: "lr", metric: "train/lr", color: 5 }], { zero: true });
-const drawn = new Set(["rollout/reward_mean", "rollout/response_length_mean", "rollout/truncated_fraction",
-  "rollout/zero_std_groups_fraction", "train/logprob_abs_diff", "train/logprob_abs_diff_max", "train/kl", "train/entropy",
-  "train/grad_norm", "train/loss", "train/pg_loss", "train/clip_fraction", "train/lr"]);
-for (const metric of Object.keys(run.metrics))
-  if (/^(rollout|train)\//.test(metric) && !drawn.has(metric)) lineChart(health, metric, [{ name: metric, metric, color: 0 }]);
 stackedChart(time, "Seconds per phase");
-for (const metric of Object.keys(run.metrics))
-  if (metric.startsWith("sync/")) lineChart(time, metric, [{ name: metric, metric, color: 6 }], { zero: true });
+const syncs = Object.keys(run.metrics).filter((m) => /^sync\/.*seconds$/.test(m));
+lineChart(time, "Weight update, seconds", syncs.map((metric) => ({ name: metric.slice(5), metric })), { zero: true });
+const rest = Object.keys(run.metrics).filter((m) => /^(rollout|train|sync)\//.test(m) && !drawn.has(m));
+for (const metric of rest) lineChart(byId("rest"), metric, [{ name: metric, metric, color: 0 }]);
+if (!rest.length) byId("rest").parentElement.hidden = true;
 for (const parent of [learning, health, time]) if (!parent.childElementCount) parent.parentElement.hidden = true;
 
 byId("table").textContent = run.table;
@@ -223,7 +227,7 @@ const sampled = [...new Set(run.samples.map((s) => s.step))].sort((a, b) => a - 
 const slider = byId("step"), source = byId("source"), filter = byId("filter"), search = byId("search");
 slider.max = sampled.length - 1;
 slider.value = 0;
-for (const name of new Set(run.samples.map((s) => s.source))) source.append(make("option", { value: name }, name));
+for (const name of [...new Set(run.samples.map((s) => s.source))].sort((a, b) => (b === "train") - (a === "train"))) source.append(make("option", { value: name }, name));
 source.hidden = source.options.length < 2;
 
 function answer(sample, mean, spread) {
@@ -262,6 +266,7 @@ function showSamples() {
       make("div", { class: long ? "answers long" : "answers" }, ...kept.map((s) => answer(s, mean, spread)))));
   }
   byId("count").textContent = `${shown} of ${here.length} answers kept, mean reward ${number(mean)}`;
+  byId("samples").className = [...groups.values()].every((group) => group.length === 1 && group[0].response.length < 160) ? "answers" : "";
   byId("samples").replaceChildren(...nodes);
 }
 for (const node of [slider, source, filter, search]) node.addEventListener("input", showSamples);
