@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import sys
 from pathlib import Path
+from typing import Any
 
 from vime.cluster.process import start_of_process
 from vime.config.parse import parse
@@ -33,7 +34,7 @@ def transformers_answers(directory: Path) -> list[list[int]]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     answers = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])

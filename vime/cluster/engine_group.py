@@ -69,7 +69,7 @@ class EngineGroup:
 
     def __init__(self, config: Config, spec: ModelSpec, placement: Placement, device: Device, logs: Path) -> None:
         self._config, self._spec, self._placement, self._device, self._logs = config, spec, placement, device, logs
-        self._actor = ray.remote(concurrency_groups={"watch": 1})(EngineHost)
+        self._actor = ray.remote(concurrency_groups={"watch": 1})(EngineHost)  # type: ignore[call-overload]  # Ray's stub lacks it
         self._restarts_left = config.rollout.engine_restarts
         self._hosts: dict[int, Any] = {}
         self._ends: dict[int, ray.ObjectRef] = {}

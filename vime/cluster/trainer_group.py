@@ -67,7 +67,7 @@ class TrainerGroup:
         self._config = config
         self.pids: list[int] = []
         world_size = config.cluster.world_size
-        actor = ray.remote(concurrency_groups={"watch": 1})(TrainerRank)
+        actor = ray.remote(concurrency_groups={"watch": 1})(TrainerRank)  # type: ignore[call-overload]  # Ray's stub lacks it
         self._ranks = [
             actor.options(**placement.actor_options(rank, _RANK_SHARE), name=f"trainer-{rank}").remote(
                 rank, str(logs / f"trainer-{rank}.log")

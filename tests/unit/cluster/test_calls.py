@@ -50,7 +50,7 @@ def ranks(cluster: None) -> Iterator[list]:
     ray.get([actor.pid.remote() for actor in actors])
     yield actors
     for actor in actors:
-        ray.kill(actor)
+        ray.kill(actor)  # type: ignore[arg-type]
 
 
 def test_results_keep_their_labels(ranks: list) -> None:
