@@ -28,6 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     prepare.add_arguments(parser)
     parser.add_argument("--out", type=Path, help="directory of the run (default: runs/arithmetic-seed<seed>-<time>)")
+    parser.add_argument("--warmup", type=int, metavar="N", help="rollouts of the warm-up (default: warmup.yaml's)")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="further flags of the reinforcement learning")
     args = parser.parse_args()
     out = args.out or ROOT / "runs" / f"arithmetic-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -50,6 +51,7 @@ def main() -> int:
         *("--hf-checkpoint", out / "model", "--prompt-data", out / "warmup.jsonl"),
         *("--save-hf", out / "warm", "--run-dir", out / "warmup"),
         *("--seed", args.seed, "--rollout-seed", args.seed),
+        *(("--num-rollout", args.warmup) if args.warmup is not None else ()),
     )
 
     said("3/3 reinforcement learning: vLLM answers, Megatron-Core learns")

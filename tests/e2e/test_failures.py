@@ -10,6 +10,8 @@ import pytest
 
 from tests.e2e.runs import SMALL, Finished, Traces, complete, make_inputs, running
 
+pytestmark = pytest.mark.timeout(600)  # whole runs, two of them where a fixture makes the first
+
 OPTIONS = {**SMALL, "num-rollout": 4}
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from tests.e2e.runs import SMALL, Finished, complete, make_inputs
 
+pytestmark = pytest.mark.timeout(600)  # whole runs, two of them where a fixture makes the first
+
 # The engines' answers are the same (same seeds; fp32 log-probs differ by 1e-7), so the first step is too, up to the
 # order in which fp32 sums are taken.
 TOLERANCE = 1e-5

@@ -12,6 +12,8 @@ import pytest
 
 from tests.e2e.runs import ROOT, RUN_SECONDS, SMALL, Running, as_flags, make_inputs
 
+pytestmark = pytest.mark.timeout(600)  # whole runs, two of them where a fixture makes the first
+
 FLAGS = """
 --train-backend megatron --actor-num-nodes 1 --actor-num-gpus-per-node 2 --rollout-num-gpus 2
 --rollout-num-gpus-per-engine 1
