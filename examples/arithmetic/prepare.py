@@ -116,7 +116,7 @@ def prepare(
     kinds: Sequence[str] = ("add",),
     limit: int = 100,
     unseen: int = 512,
-    slips: float = 0.62,
+    slips: float = 0.66,
     hidden_size: int = 192,
     layers: int = 4,
 ) -> dict[str, int]:
@@ -174,7 +174,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", default="add", help=f"kinds of problems, joined by commas ({known})")
     parser.add_argument("--max", type=int, default=100, help="numbers are below this")
     parser.add_argument("--unseen", type=int, default=512, help="problems kept for the evaluation")
-    parser.add_argument("--slips", type=float, default=0.62, help="share of wrong answers in the warm-up")
+    parser.add_argument("--slips", type=float, default=0.66, help="share of wrong answers in the warm-up")
     parser.add_argument("--hidden-size", type=int, default=192, help="width of the model")
     parser.add_argument("--layers", type=int, default=4, help="layers of the model")
     parser.add_argument("--seed", type=int, default=1, help="seed of the split, the weights and the training")

@@ -25,6 +25,7 @@ from vime.types import EngineAddress, TrainBatch
 _START_SECONDS = 600.0
 _RANK_SHARE = 0.5  # of its seat, in Ray's books; the engine's actor has the rest
 _WATCH_SECONDS = 0.5
+_MOST_THREADS = 16  # of one rank on a CPU
 
 T = TypeVar("T")
 
@@ -47,6 +48,8 @@ class TrainerRank:
         # Imported here: the driver, which imports this module, has no use for torch and Megatron.
         from vime.backends.megatron_utils.trainer import MegatronTrainer
 
+        if device == "cpu":
+            use_threads(config.cluster.actor_num_gpus_per_node)
         self._trainer = MegatronTrainer(
             config, spec, rank=self._rank, world_size=world_size, init_method=init_method, device=device, local_rank=0
         )
@@ -58,6 +61,13 @@ class TrainerRank:
     def until_end(self) -> None:
         """Never returns: the reference to this call fails at the moment the process dies."""
         threading.Event().wait()
+
+
+def use_threads(ranks: int) -> None:
+    """Share this node's cores among its trainer ranks: Ray leaves a process one thread, and cores idle beside it."""
+    import torch
+
+    torch.set_num_threads(max(1, min(len(os.sched_getaffinity(0)) // ranks, _MOST_THREADS)))
 
 
 class TrainerGroup:

@@ -41,7 +41,7 @@ def test_labels_are_right_and_unseen_problems_stand_nowhere_else(made: Path) -> 
     assert not seen & {row["prompt"] for row in unseen}
     assert {row["prompt"] for row in warmup} == seen
     share = sum(row["label"] == right(row["prompt"]) for row in warmup) / len(warmup)
-    assert share == pytest.approx(0.38, abs=0.01)  # 75,904 draws: standard deviation 0.002
+    assert share == pytest.approx(0.34, abs=0.01)  # 75,904 draws: standard deviation 0.002
 
 
 def test_the_same_seed_makes_the_same_files(made: Path, tmp_path: Path) -> None:
