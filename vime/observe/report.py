@@ -35,7 +35,7 @@ def write_report(run_dir: str | Path) -> Path:
         raise DataError(f"{run_dir / 'metrics.jsonl'} {there}: give the directory of a run that made at least one step")
     config = _read_json(run_dir / "config.json")
     data = {
-        "name": run_dir.resolve().name,
+        "name": "/".join(run_dir.resolve().parts[-2:]).removeprefix("runs/"),
         "tiles": tiles(rows),
         "steps": [row["step"] for row in rows],
         "metrics": _columns(rows),
