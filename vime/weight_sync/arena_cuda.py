@@ -9,6 +9,8 @@ An allocation that a reader has mapped is not given back when its owner frees it
 (:meth:`vime.weight_sync.receiver.Receiver.close`).
 """
 
+# What this reaches into has no usable types, where it is installed at all (it comes with a CUDA build of torch).
+# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import os

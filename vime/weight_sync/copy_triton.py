@@ -6,6 +6,8 @@ contiguous runs. Needs Triton, which every CUDA build of torch brings.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false
+# What this reaches into has no usable types, where it is installed at all (it comes with a CUDA build of torch).
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
