@@ -1,48 +1,103 @@
 """A small process that outlives the driver, so that nothing of a run stays behind, whatever killed it.
 
 It holds the read end of a pipe whose write end only the driver has. When the driver ends, in whatever way, the pipe
-closes; the janitor then ends every process that carries the run's mark (Ray's, the trainer's, the engines', and their
-children), and removes the run's shared memory and temporary folder. It imports nothing that is slow.
+closes; the janitor then ends every process of the run (Ray's, the trainer's, the engines', and their children), and
+removes the run's shared memory and temporary folder. It imports nothing that is slow.
+
+No single trace of a process lasts: Ray writes the titles of its processes over the memory that ``/proc/PID/environ``
+shows, mark included, and a process whose parent died first belongs to init. So the janitor goes by three: the mark in
+the environment, a file held open below the run's folder, and descent from the driver, which it looks at every second
+while the driver lives.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from vime.cluster.process import RUN_VARIABLE
 
+_LOOK_SECONDS = 1.0
 _TERM_SECONDS = 3.0
 _KILL_SECONDS = 20.0
 
 
-def marked_processes(run_id: str) -> list[int]:
-    """Pids of this user's processes that were started with the run's mark: not the driver, which sets it later."""
-    mark = f"{RUN_VARIABLE}={run_id}".encode()
-    found = []
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
+class _Process(NamedTuple):
+    """One process: its pid may come again, its pid and start time (clock ticks since boot) never do."""
+
+    pid: int
+    started: str
+
+
+class RunProcesses:
+    """The processes of one run, found again at every look and never forgotten while they live."""
+
+    def __init__(self, run_id: str, folder: str | None = None, driver: int | None = None) -> None:
+        """Args: ``folder`` is the run's temporary folder; ``driver`` the pid whose descendants belong to the run."""
+        self._mark = f"{RUN_VARIABLE}={run_id}".encode()
+        self._below = f"{os.path.realpath(folder)}/" if folder else None
+        self._not_ours = {process for process, _ in _living() if process.pid in (os.getpid(), driver)}
+        self._driver = next((process for process in self._not_ours if process.pid == driver), None)
+        self._known: set[_Process] = set()
+
+    def look(self, *, traces: bool = True) -> list[int]:
+        """Pids of the run's living processes: not the driver's, nor the caller's own.
+
+        Without ``traces`` only descendants are looked for: that reads one file of each process of the machine.
+        """
+        parents = dict(_living())
+        by_pid = {process.pid: process for process in parents}
+        known = self._known & parents.keys()
+        if traces:
+            known |= {process for process in parents.keys() - known if self._has_trace(process.pid)}
+        known -= self._not_ours
+        # In /proc a child can stand before its parent: repeat until none is added.
+        while children := {
+            process
+            for process, parent in parents.items()
+            if process not in known | self._not_ours and by_pid.get(parent) in known | {self._driver} - {None}
+        }:
+            known |= children
+        self._known = known
+        return sorted(process.pid for process in known)
+
+    def _has_trace(self, pid: int) -> bool:
         with contextlib.suppress(OSError):
-            environment = Path(entry.path, "environ").read_bytes().split(b"\0")
-            state = Path(entry.path, "stat").read_text().rpartition(")")[2].split()[0]
-            if mark in environment and state != "Z":
-                found.append(int(entry.name))
-    return found
+            if self._mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                return True
+            if self._below:
+                for descriptor in os.scandir(f"/proc/{pid}/fd"):
+                    with contextlib.suppress(OSError):
+                        if os.readlink(descriptor.path).startswith(self._below):
+                            return True
+        return False
 
 
-def end_processes(run_id: str) -> list[int]:
-    """SIGTERM, then SIGKILL, to every marked process until none is left; return those that had to be told."""
+def _living() -> Iterator[tuple[_Process, int]]:
+    """Each process that is not a zombie, with its parent's pid."""
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                state, parent, *rest = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
+                if state not in "ZX":
+                    yield _Process(int(entry.name), rest[17]), int(parent)  # field 22 of proc(5): starttime
+
+
+def end_processes(processes: RunProcesses) -> list[int]:
+    """SIGTERM, then SIGKILL, to every process of the run until none is left; return those that had to be told."""
     told: set[int] = set()
     start = time.monotonic()
-    while pids := marked_processes(run_id):
+    while pids := processes.look():
         elapsed = time.monotonic() - start
         if elapsed > _KILL_SECONDS:
             break
@@ -77,7 +132,7 @@ class Janitor:
         """Args: ``folder`` is the run's temporary folder, removed at the end."""
         environment = {key: value for key, value in os.environ.items() if key != RUN_VARIABLE}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "vime.cluster.janitor", run_id, folder],
+            [sys.executable, "-m", "vime.cluster.janitor", run_id, folder, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=environment,
@@ -99,11 +154,13 @@ class Janitor:
 
 
 def main() -> None:
-    run_id, folder = sys.argv[1:3]
+    run_id, folder, driver = sys.argv[1:4]
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # it ends by the pipe alone
-    sys.stdin.buffer.read()
-    end_processes(run_id)
+    processes = RunProcesses(run_id, folder, int(driver))
+    while not select.select([sys.stdin], [], [], _LOOK_SECONDS)[0]:  # readable at its end only: nothing is written
+        processes.look(traces=False)
+    end_processes(processes)
     remove_files(run_id, folder)
 
 

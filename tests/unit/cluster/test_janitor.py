@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from vime.cluster.janitor import marked_processes
+from vime.cluster.janitor import RunProcesses
 from vime.cluster.process import RUN_VARIABLE
 
 DRIVER = """
@@ -56,11 +58,11 @@ def test_processes_files_and_folder_are_gone(end: str, tmp_path: Path) -> None:
     run_id = driver.stdout.readline().strip()
     arena = Path(f"/dev/shm/vime-{run_id}-arena")
     if end == "kill":
-        _until(lambda: len(marked_processes(run_id)) == 3, "the three processes of the run")
+        _until(lambda: len(RunProcesses(run_id).look()) == 3, "the three processes of the run")
         assert arena.exists()
         os.kill(driver.pid, signal.SIGKILL)
     driver.wait(60)
-    _until(lambda: not marked_processes(run_id), "the end of the run's processes")
+    _until(lambda: not RunProcesses(run_id).look(), "the end of the run's processes")
     _until(lambda: not arena.exists() and not folder.exists(), "the removal of the run's files")
 
 
@@ -70,8 +72,62 @@ def test_other_runs_are_left_alone(tmp_path: Path) -> None:
     )
     try:
         subprocess.run([sys.executable, "-c", DRIVER, str(tmp_path / "t"), "return"], check=True, timeout=60)
-        assert marked_processes("another-run") == [other.pid]
+        assert RunProcesses("another-run").look() == [other.pid]
         assert other.poll() is None
     finally:
         other.kill()
         other.wait()
+
+
+# Ray's agents write their titles over their environment, mark included: these processes never have the mark. The parent
+# says its child's pid and waits; the child holds a file open, or does not.
+PARENT = """
+import subprocess, sys, time
+child = "import sys, time; held = [open(name, 'w') for name in sys.argv[1:]]; print(flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", child, *sys.argv[1:]], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def _unmarked(*held: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, *map(str, held)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    try:
+        yield parent, child
+    finally:
+        parent.kill()
+        parent.wait()
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_process_is_known_by_the_file_it_holds_when_its_mark_and_its_parent_are_gone(tmp_path: Path) -> None:
+    folder, beside = tmp_path / "vime-a", tmp_path / "vime-ab"  # the name of one begins the other's
+    folder.mkdir()
+    beside.mkdir()
+    with _unmarked(folder / "agent.log") as (parent, child), _unmarked(beside / "agent.log"):
+        parent.kill()
+        parent.wait()
+        assert RunProcesses("no-such-mark", str(folder)).look() == [child]
+
+
+def test_a_process_is_known_by_its_descent_when_its_mark_and_its_parent_are_gone(tmp_path: Path) -> None:
+    with _unmarked() as (parent, child):
+        processes = RunProcesses("no-such-mark", str(tmp_path), driver=os.getpid())
+        assert {parent.pid, child} <= set(processes.look(traces=False))
+        parent.kill()
+        parent.wait()
+        found = processes.look(traces=False)
+        assert child in found
+        assert os.getpid() not in found
+        # Not a descendant any more, so one that looks only now does not see it.
+        assert child not in RunProcesses("no-such-mark", str(tmp_path), driver=os.getpid()).look()
+
+
+def test_the_driver_is_not_ended_for_what_it_holds(tmp_path: Path) -> None:
+    with open(tmp_path / "driver.log", "w"):
+        assert os.getpid() not in RunProcesses("no-such-mark", str(tmp_path), driver=os.getpid()).look()
