@@ -158,9 +158,9 @@ def trace(
     for write in recorder.writes:
         if write.param not in plan.problems and 0 not in write.size:
             writes[write.param].append(write)
+    shapes = {name: info.shape for name, info in tensors.items()}
     for name in writes:
-        first = int(params[name].storage_offset())
-        _settle(plan, name, writes[name], {n: info.shape for n, info in tensors.items()}, first)
+        _settle(plan, name, writes[name], shapes, int(params[name].storage_offset()))
     used = {copy.tensor for copy in plan.copies} | {
         write.tensor for write in recorder.writes if write.param in plan.problems
     }
