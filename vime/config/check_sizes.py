@@ -16,6 +16,7 @@ def check_sizes(config: Config, spec: ModelSpec | None, machine: Machine | None)
     problems = [*_layout(config, spec), *_batches(config), *_lengths(config, spec)]
     if config.train.loss_type != "sft_loss":
         problems += [*_engines(config), *_engine_model(config, spec)]
+    problems += _dispatcher(config)
     if machine:
         problems += _devices(config, machine)
     return problems
@@ -41,6 +42,16 @@ def _layout(config: Config, spec: ModelSpec | None) -> Iterator[str]:
     recomputed = config.train.recompute_num_layers
     if recomputed and recomputed > stage_layers:
         yield f"--recompute-num-layers {recomputed} is more than the {stage_layers} layers of a pipeline stage"
+
+
+def _dispatcher(config: Config) -> Iterator[str]:
+    parallel, model = config.parallel, config.model
+    etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    if model.moe_token_dispatcher_type == "flex" and parallel.expert_model_parallel_size * etp == 1:
+        yield (
+            "--moe-token-dispatcher-type flex sends tokens between ranks, but with --expert-model-parallel-size 1 and "
+            "--expert-tensor-parallel-size 1 every rank has all experts; use --moe-token-dispatcher-type alltoall"
+        )
 
 
 def _batches(config: Config) -> Iterator[str]:
@@ -136,6 +147,11 @@ def _engine_model(config: Config, spec: ModelSpec | None) -> Iterator[str]:
 
 def _devices(config: Config, machine: Machine) -> Iterator[str]:
     cluster = config.cluster
+    if machine.device == "cpu" and config.model.moe_enable_deepep:
+        yield (
+            "--moe-enable-deepep needs GPUs, and this run is on the CPU; use --moe-token-dispatcher-type alltoall "
+            "without it"
+        )
     if machine.device != "cuda" or machine.joined:
         return  # CPU processes share the cores; what a joined cluster has, Ray says at once
     engines = 0 if config.train.loss_type == "sft_loss" else cluster.num_rollout_gpus

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 
 import pytest
 
@@ -104,3 +105,19 @@ def test_a_second_node_needs_a_cluster(problems: Problems) -> None:
     assert "--actor-num-nodes 2 needs a Ray cluster" in said
     assert problems(change, machine=dataclasses.replace(FOUR_GPUS, joined=True)) == []
     assert problems(change, machine=CPU) == []
+
+
+DEEPEP = "--moe-token-dispatcher-type flex --moe-enable-deepep"
+
+
+def test_deepep_needs_ranks_to_send_to_and_gpus(
+    problems: Problems, experts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found("json" if name == "deep_ep" else name))
+    model = f"--hf-checkpoint {experts} --ref-load {experts} {DEEPEP}"
+    (alone,) = problems(model, without=NO_MODEL_FLAGS, machine=FOUR_GPUS)
+    assert "every rank has all experts; use --moe-token-dispatcher-type alltoall" in alone
+    assert problems("--expert-model-parallel-size 4", machine=FOUR_GPUS) == []
+    (cpu,) = problems(machine=CPU)
+    assert cpu.startswith("--moe-enable-deepep needs GPUs, and this run is on the CPU")
