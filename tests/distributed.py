@@ -33,13 +33,16 @@ def _entry(
         results.put((rank, False, traceback.format_exc()))
 
 
-def run_ranks(world_size: int, target: Callable[..., Any], *args: Any, timeout: float = 150) -> list[Any]:
+def run_ranks(
+    world_size: int, target: Callable[..., Any], *args: Any, timeout: float = 150, context: Any = None
+) -> list[Any]:
     """Call ``target(rank, *args)`` in ``world_size`` fresh processes with gloo initialised; return results by rank.
 
     ``target`` must be importable (a module-level function) and return something picklable. The first failing rank's
-    traceback is raised here at once; a rank that says nothing within ``timeout`` seconds fails the call.
+    traceback is raised here at once; a rank that says nothing within ``timeout`` seconds fails the call. ``context``:
+    how processes are started, as freshly imported Pythons unless it says otherwise.
     """
-    context = mp.get_context("spawn")
+    context = context or mp.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
