@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _HOST_SHARE = 0.2  # of its seat, in Ray's books; the trainer rank has the rest
 _WATCH_SECONDS = 0.2
 _STOP_SECONDS = 30.0
+_DEATH_SECONDS = 5.0  # from the first failure to where the end of an engine is known; a second when nothing else runs
 
 
 class EngineHost:
@@ -99,8 +100,16 @@ class EngineGroup:
             self._addresses[index] = EngineAddress(index, url, len(seats), self._placement.slot(index), node)
             logger.info("engine %d (pid %d) serves at %s", index, pid, url)
 
-    def dead(self) -> dict[int, str]:
-        """Engines that do not live any more, each with the cause."""
+    def dead(self, suspects: Sequence[int] = ()) -> dict[int, str]:
+        """Engines that do not live any more, each with the cause.
+
+        Args:
+            suspects: engines that have just failed. If one of them is dying, that shows only when all its processes
+                have ended and the one beside it has looked, so it is waited for.
+        """
+        dying = [self._ends[index] for index in suspects if index in self._ends]
+        if dying:
+            ray.wait(dying, num_returns=len(dying), timeout=_DEATH_SECONDS)
         dead = {}
         for index, end in self._ends.items():
             if ray.wait([end], timeout=0)[0]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Sequence
 
 from vime.cluster.device import Device
 from vime.cluster.engine_group import EngineGroup
@@ -73,8 +74,8 @@ class Serving:
         while True:
             try:
                 measured = self._trainer.update_weights(version)
-            except WeightSyncError:
-                if not self._replace_dead():
+            except WeightSyncError as error:
+                if not self._replace_dead(suspects=error.engines):
                     raise
                 continue
             self.version = version
@@ -93,8 +94,8 @@ class Serving:
                 self._trainer.update_weights(self.version, [index])
             return next(address for address in self._engines.addresses if address.index == index)
 
-    def _replace_dead(self) -> bool:
-        dead = self._engines.dead()
+    def _replace_dead(self, suspects: Sequence[int] = ()) -> bool:
+        dead = self._engines.dead(suspects)
         for index, cause in dead.items():
             self._engines.replace(index, cause)
         if dead:
