@@ -1,0 +1,197 @@
+"""What TritonCopier does on the host (tables, launches, which tiles a check looks at) where Triton is not installed.
+
+Both kernels are stood in for by torch's indexing, after the same description of the tables; the kernels themselves are
+tested in test_copy_triton.py, where Triton is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from vime.weight_sync.copy_cpu import CpuCopier
+from vime.weight_sync.load_plan import LoadFill
+from vime.weight_sync.program import Copy, CopyProgram
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is not None, reason="Triton is here: test_copy_triton.py tests all of it"
+)
+
+DTYPES = {name: getattr(torch, name) for name in ("int8", "int16", "int32", "int64", "float16", "bfloat16", "float32")}
+
+
+class Gpu:
+    """One block of memory in which all arenas and parameters lie, and the kernels that read and write it."""
+
+    def __init__(self, size: int) -> None:
+        self.memory = torch.zeros(size + 512, dtype=torch.uint8)
+        self.memory = self.memory[-self.memory.data_ptr() % 512 :][:size]
+        self.taken = 0
+        self.launches: list[tuple[str, torch.Tensor]] = []  # kernel, the tiles it was run for
+
+    def allocate(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        start = self.taken
+        self.taken += -(-size // 512) * 512
+        assert self.taken <= self.memory.numel()
+        part = torch.frombuffer(self.memory.numpy(), dtype=torch.uint8, count=size, offset=start)
+        return part.view(dtype).view(shape)  # with a storage of its own, as everything that an allocator gives
+
+    def places(self, runs: torch.Tensor, tile: torch.Tensor, side: int, dtype: torch.dtype, vector: int, size: int):
+        """Indices into the memory, seen as ``dtype``, of a tile's elements: side 0 the source, 1 the target."""
+        run = runs[int(tile[0])].tolist()
+        units = torch.arange(int(tile[1]), min(int(tile[1]) + size, run[2]))
+        rows, columns = units // run[3], units % run[3]
+        assert (run[side] - self.memory.data_ptr()) % (dtype.itemsize * vector) == 0  # or the GPU would fault
+        first = (run[side] - self.memory.data_ptr()) // dtype.itemsize
+        return (first + (rows * run[4 + side] + columns) * vector)[:, None] + torch.arange(vector)
+
+    def copy_kernel(self, grid: int, runs: Any, tiles: Any, read: Any, write: Any, vector: int, size: int) -> None:
+        self.launches.append(("copy", tiles[:grid]))
+        for tile in tiles[:grid]:
+            source = self.memory.view(read.torch)[self.places(runs, tile, 0, read.torch, vector, size)]
+            at = self.places(runs, tile, 1, write.torch, vector, size)
+            self.memory.view(write.torch)[at] = source.to(write.torch)
+
+    def check_kernel(self, grid: int, runs: Any, tiles: Any, differs: Any, first: int, step: int, *types: Any) -> None:
+        read, write, bits, vector, size, _ = types
+        mine = tiles[first::step]
+        assert len(mine) == grid
+        self.launches.append(("check", mine))
+        for tile in mine:
+            source = self.memory.view(read.torch)[self.places(runs, tile, 0, read.torch, vector, size)]
+            target = self.memory.view(write.torch)[self.places(runs, tile, 1, write.torch, vector, size)]
+            if not torch.equal(source.to(write.torch).view(bits.torch), target.view(bits.torch)):
+                differs[int(runs[int(tile[0]), 6])] = 1
+
+
+class Kernel:
+    def __init__(self, function: Any) -> None:
+        self.name, self.gpu = function.__name__, None
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        return lambda *args, num_warps: getattr(self.gpu, self.name)(*grid, *args)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    language: Any = types.ModuleType("triton.language")
+    for name, dtype in DTYPES.items():
+        setattr(language, name, types.SimpleNamespace(torch=dtype, primitive_bitwidth=8 * dtype.itemsize))
+    triton: Any = types.ModuleType("triton")
+    triton.jit, triton.language = Kernel, language
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setitem(sys.modules, "triton.language", language)
+    monkeypatch.delitem(sys.modules, "vime.weight_sync.copy_triton", raising=False)
+    module: Any = importlib.import_module("vime.weight_sync.copy_triton")
+    monkeypatch.delitem(sys.modules, "vime.weight_sync.copy_triton")  # nobody else is to find it
+    device: Any = Gpu(16 << 20)
+    module.copy_kernel.gpu = module.check_kernel.gpu = device
+    device.copier = module.TritonCopier
+    return device
+
+
+def weights(gpu: Gpu) -> tuple[CopyProgram, dict[tuple[int, int], torch.Tensor], dict[str, torch.Tensor]]:
+    """Copies: contiguous, strided, converted, and one of a kind that is left to torch; and a fill."""
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(dtype: torch.dtype, count: int) -> torch.Tensor:
+        tensor = gpu.allocate(dtype, count)
+        return tensor.copy_(torch.randint(-99, 99, (count,), generator=generator)).view(torch.uint8)
+
+    arenas = {(0, 0): numbers(torch.bfloat16, 5 << 18), (1, 0): numbers(torch.float32, 1 << 14)}
+    arenas[1, 1] = numbers(torch.int64, 100)
+    params = {
+        "a": gpu.allocate(torch.bfloat16, 5 << 18),
+        "b": gpu.allocate(torch.bfloat16, 256, 96),
+        "c": gpu.allocate(torch.bfloat16, 1 << 14),
+        "d": gpu.allocate(torch.float32, 100),
+    }
+    program = CopyProgram(
+        [
+            Copy((0, 0), 0, torch.bfloat16, (1,), "a", 0, (1,), (5 << 18,), "A"),
+            Copy((0, 0), 64, torch.bfloat16, (192, 1), "b", 0, (96, 1), (256, 64), "B"),
+            Copy((1, 0), 0, torch.float32, (1,), "c", 0, (1,), (1 << 14,), "C"),
+            Copy((1, 1), 0, torch.int64, (1,), "d", 0, (1,), (100,), "D"),
+        ],
+        [LoadFill("b", (256, 32), (96, 1), 64, 7.0)],
+    )
+    return program, arenas, params
+
+
+def test_copies_what_the_cpu_copies(gpu: Gpu) -> None:
+    program, arenas, params = weights(gpu)
+    expected = {name: torch.zeros_like(param) for name, param in params.items()}
+    reference = CpuCopier(program)
+    reference.bind(arenas, expected)
+    reference.run()
+    copier = gpu.copier(program)  # pyright: ignore[reportAttributeAccessIssue]
+    copier.bind(arenas, params)
+    copier.run()
+    for name, param in params.items():
+        assert torch.equal(param, expected[name]), name
+    assert [kernel for kernel, _ in gpu.launches] == ["copy", "copy"]  # one per kind of unit: 16 bytes, fp32 to bf16
+    assert copier.check("full", 1)() == []
+
+
+def test_a_flipped_bit_is_found_whatever_moved_the_copy(gpu: Gpu) -> None:
+    program, arenas, params = weights(gpu)
+    copier = gpu.copier(program)  # pyright: ignore[reportAttributeAccessIssue]
+    copier.bind(arenas, params)
+    copier.run()
+    for number, (name, place) in enumerate({"a": 900000, "b": 96 * 200 + 63, "c": 9999, "d": 99}.items()):
+        bits = params[name].view(torch.int32 if name == "d" else torch.int16).view(-1)
+        bits[place] ^= 1 << 3
+        assert copier.check("full", 0)() == [number]
+        assert copier.check("off", 0)() == []
+        assert [number] in [copier.check("sampled", version)() for version in range(64)]
+        bits[place] ^= 1 << 3
+    assert copier.check("full", 0)() == []
+
+
+def test_the_sampled_check_has_seen_every_tile_once_after_64_versions(gpu: Gpu) -> None:
+    program, arenas, params = weights(gpu)
+    copier = gpu.copier(program)  # pyright: ignore[reportAttributeAccessIssue]
+    copier.bind(arenas, params)
+    copier.run()
+    copied = [tuple(tile) for _, tiles in gpu.launches for tile in tiles.tolist()]
+    assert len(copied) > 64
+    gpu.launches.clear()
+    for version in range(1000, 1064):
+        assert copier.check("sampled", version)() == []
+    checked = [tuple(tile) for _, tiles in gpu.launches for tile in tiles.tolist()]
+    assert sorted(checked) == sorted(copied)
+    assert all(len(tiles) > 0 for _, tiles in gpu.launches)  # an empty launch is an error on a GPU
+
+
+def test_bound_again_only_what_moved_is_made_anew(gpu: Gpu) -> None:
+    program, arenas, params = weights(gpu)
+    copier = gpu.copier(program)  # pyright: ignore[reportAttributeAccessIssue]
+    copier.bind(arenas, params)
+    copier.run()
+    before = list(copier._launches)
+    copier.bind(arenas, params)
+    assert copier._launches == before
+    moved = {source: gpu.allocate(torch.uint8, arena.numel()) for source, arena in arenas.items()}
+    for source, arena in moved.items():
+        arena.copy_(arenas[source])
+        arenas[source].fill_(0)
+    moved[0, 0].view(torch.bfloat16).neg_()
+    old = params["a"].clone()
+    copier.bind(moved, params)
+    assert [launch[2] is one[2] for launch, one in zip(copier._launches, before, strict=True)] == [True, True]  # tiles
+    copier.run()
+    assert copier.check("full", 0)() == []
+    assert torch.equal(params["a"], -old)
+    copier.unbind()
+    assert not copier._others
+    assert not copier._fills
+    copier.bind(moved, params)
+    copier.run()
+    assert copier.check("full", 0)() == []
