@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,9 @@ def open_run(config: Config) -> Iterator[Run]:
     run_dir = Path(config.observe.run_dir) if config.observe.run_dir else new_run_dir()
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
+    if config.weight_sync.update_weight_disk_dir is None:
+        disk = str(run_dir.absolute() / "weights")
+        config = replace(config, weight_sync=replace(config.weight_sync, update_weight_disk_dir=disk))
     with ExitStack() as stack:
         stack.enter_context(signals_as_exceptions())
         tracker = stack.enter_context(Tracker(config, run_dir, next_step=first_rollout))

@@ -1,7 +1,8 @@
 """Which process sits on which GPU.
 
-One placement group holds one bundle per GPU. Colocated, rank i and worker i share bundle i; otherwise the engines'
-bundles follow the trainer's. Bundles are sorted by node and GPU, so that a slot is a contiguous range on one node.
+One placement group holds one bundle per GPU. Colocated, rank i and worker i share bundle i, and workers beyond the last
+rank have bundles of their own; otherwise the engines' bundles follow the trainer's. Bundles are sorted by node and GPU,
+so that a slot is a contiguous range on one node.
 """
 
 from __future__ import annotations
@@ -92,6 +93,8 @@ class Placement:
         if not self._cluster.colocate:
             return None
         seats = self.engine_seats(index)
+        if seats.start >= self._cluster.world_size:
+            return None
         return Slot(seats.start, seats.stop)
 
 

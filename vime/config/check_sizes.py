@@ -115,10 +115,10 @@ def _engines(config: Config) -> Iterator[str]:
             f"{given} {gpus} is not a multiple of --rollout-num-gpus-per-engine {size}: "
             f"{gpus // size} whole engines and {gpus % size} GPUs left over"
         )
-    if cluster.colocate and gpus > ranks:
+    if cluster.colocate and gpus > ranks and gpus % size == 0 and ranks % size:
         yield (
-            f"--colocate puts the engines on the trainer's GPUs, but {given} {gpus} is more than {_ranks(config)}; "
-            "lower it or leave it out"
+            "--colocate puts the first engines on the trainer's GPUs and the others on GPUs of their own, but an "
+            f"engine of --rollout-num-gpus-per-engine {size} would lie half on each: {_ranks(config)}, {given} {gpus}"
         )
     per_node = cluster.actor_num_gpus_per_node
     if cluster.colocate and cluster.actor_num_nodes > 1 and gpus % size == 0 and per_node % size:

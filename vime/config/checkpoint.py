@@ -30,9 +30,17 @@ class CheckpointOptions:
 class WeightSyncOptions:
     """Weight sync"""
 
-    update_weight_transport: str = option("planned", "how weights reach the engines", choices=("planned", "bucketed"))
+    update_weight_transport: str = option(
+        "planned",
+        "how weights reach the engines. planned: read where they are, or sent from another node; bucketed: whole "
+        "tensors, loaded by vLLM; distributed: all are sent; disk: as files",
+        choices=("planned", "bucketed", "distributed", "disk"),
+    )
     update_weight_buffer_size: int = option(
-        512 << 20, "bytes of one bucket of --update-weight-transport bucketed", minimum=1
+        512 << 20, "bytes of one bucket, and at most of one message from another node", minimum=1
+    )
+    update_weight_disk_dir: str | None = option(
+        None, "for --update-weight-transport disk: a directory that all nodes see (default: in the run's directory)"
     )
     check_weight_update: str = option("sampled", "checksums at every sync", choices=("full", "sampled", "off"))
     weight_update_timeout: float = option(300.0, "seconds one phase of a sync may take", above=0)

@@ -17,7 +17,10 @@ class ClusterOptions:
         1, "trainer ranks per node (CPU processes on a machine without GPU)", minimum=1
     )
     rollout_num_gpus: int | None = option(
-        None, "GPUs for the engines; with --colocate, the number of trainer ranks unless given", minimum=1
+        None,
+        "GPUs for the engines; with --colocate, the number of trainer ranks unless given; more than that have GPUs "
+        "of their own",
+        minimum=1,
     )
     rollout_num_gpus_per_engine: int = option(1, "GPUs of one engine", minimum=1)
     colocate: bool = option(False, "trainer and engines share the same GPUs")

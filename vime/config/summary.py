@@ -45,6 +45,8 @@ def _lines(config: Config, found: Findings) -> Iterator[tuple[str, str]]:
     if not sft:
         cluster = config.cluster
         where = "on the trainer's GPUs" if cluster.colocate else "on GPUs of their own"
+        if cluster.colocate and cluster.num_rollout_gpus > cluster.world_size:
+            where += f" and on {cluster.num_rollout_gpus - cluster.world_size} of their own"
         if machine.device == "cpu":
             where = "on the same CPU"
         share = f", {engine_share(config):.0%} of each GPU" if machine.device == "cuda" else ""

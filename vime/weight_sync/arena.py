@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import socket
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,3 +192,12 @@ def free_memory() -> int:
         if most != "max":
             free = min(free, int(most) - taken + int(stat.get(reclaimable, 0)))
     return free
+
+
+def node_name() -> str:
+    """Names the place within which one process can open another's memory: the machine, and its PID namespace."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    return f"{socket.gethostname()} {namespace}".strip()

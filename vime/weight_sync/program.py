@@ -8,7 +8,7 @@ survives an arena that moves.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -64,6 +64,11 @@ class CopyProgram:
             out[copy.source[0]] += copy.src_bytes
         return dict(out)
 
+    def split(self, ranks: Collection[int]) -> tuple[CopyProgram, list[Copy]]:
+        """What can be read from these ranks' memory (with all fills), and the copies from other ranks."""
+        near = [copy for copy in self.copies if copy.source[0] in ranks]
+        return CopyProgram(near, self.fills), [copy for copy in self.copies if copy.source[0] not in ranks]
+
     def by_param(self) -> dict[str, CopyProgram]:
         """The program of each parameter."""
         parts: dict[str, CopyProgram] = {}
@@ -86,14 +91,18 @@ def compose(plan: LoadPlan, shards: ShardMap, neighbour: int, node: str) -> Copy
     Args:
         plan: where the worker wants things. Parameters with problems are left out.
         shards: where they are; :meth:`ShardMap.nearest` of the worker's engine.
-        neighbour: the trainer rank on the worker's own device, preferred as a source; of a worker that has none, its
-            number, which spreads the reading.
-        node: the worker's node.
+        neighbour: the trainer rank on the worker's own device, preferred as a source; of a worker that has none, a
+            number that spreads the reading.
+        node: the worker's node, whose ranks are preferred to others.
 
     Raises:
-        WeightSyncError: elements that no rank holds, or that no rank on this node holds.
+        WeightSyncError: elements that no rank holds.
     """
-    entries = {name: _one_per_box(found, neighbour, len(shards.ranks)) for name, found in shards.by_tensor().items()}
+    distance = {
+        rank: (rank != neighbour, info.node != node, (rank - neighbour) % len(shards.ranks))
+        for rank, info in shards.ranks.items()
+    }
+    entries = {name: _one_per_box(found, distance) for name, found in shards.by_tensor().items()}
     copies: list[Copy] = []
     for wanted in plan.copies:
         dtype = getattr(torch, shards.tensors[wanted.tensor].dtype)
@@ -105,13 +114,6 @@ def compose(plan: LoadPlan, shards: ShardMap, neighbour: int, node: str) -> Copy
                 if common is None:
                     remaining.append(box)
                     continue
-                if shards.ranks[entry.rank].node != node:
-                    raise WeightSyncError(
-                        "connect",
-                        f"trainer rank {entry.rank}",
-                        f"{wanted.tensor} {common} lies only on node {shards.ranks[entry.rank].node}, the engine runs "
-                        f"on {node}; every tensor must be held by a rank on the engine's node",
-                    )
                 copies.append(_copy(common, entry, dtype, wanted.tensor, wanted.param, wanted.region))
                 remaining += subtract(box, entry.region.box)
             left = remaining
@@ -122,13 +124,13 @@ def compose(plan: LoadPlan, shards: ShardMap, neighbour: int, node: str) -> Copy
     return CopyProgram(_joined(copies), plan.fills)
 
 
-def _one_per_box(entries: list[Entry], neighbour: int, count: int) -> list[Entry]:
-    """One replica of each box, nearest first: the neighbour, then the ranks after it, so that workers do not all read
-    from the same rank."""
+def _one_per_box(entries: list[Entry], distance: Mapping[int, tuple[bool, bool, int]]) -> list[Entry]:
+    """One replica of each box, nearest first. At equal distance workers go on to different ranks, so that they do not
+    all read from the same one."""
     chosen: dict[Box, Entry] = {}
-    for entry in sorted(entries, key=lambda entry: ((entry.rank - neighbour) % count, entry.rank != neighbour)):
+    for entry in sorted(entries, key=lambda entry: distance[entry.rank]):
         chosen.setdefault(entry.region.box, entry)
-    return sorted(chosen.values(), key=lambda entry: entry.rank != neighbour)
+    return list(chosen.values())
 
 
 def _copy(box: Box, entry: Entry, dtype: torch.dtype, tensor: str, param: str, target: Region) -> Copy:

@@ -17,9 +17,12 @@ import torch
 
 from vime.errors import WeightSyncError
 from vime.weight_sync.arena import Handle, Stamp, open_arena
+from vime.weight_sync.channel import Channel
+from vime.weight_sync.copier import Copier, make_copier
 from vime.weight_sync.copy_cpu import CpuCopier
 from vime.weight_sync.load_plan import LoadPlan
 from vime.weight_sync.program import CopyProgram, Source, compose
+from vime.weight_sync.remote import MOST_BYTES, Staging
 from vime.weight_sync.shard_map import RankInfo, ShardMap, TensorInfo
 
 
@@ -60,47 +63,15 @@ class Model(Protocol):
         ...
 
 
-class Copier(Protocol):
-    """Performs one copy program."""
-
-    program: CopyProgram
-    seconds: float  # what the last run took; on a GPU by its own clock, and known once check's answer is there
-
-    def bind(self, arenas: Mapping[Source, torch.Tensor], params: Mapping[str, torch.Tensor]) -> None:
-        """Take today's addresses. Before the first run, and whenever an arena or a parameter may have moved."""
-        ...
-
-    def unbind(self) -> None:
-        """Keep nothing of what :meth:`bind` was given."""
-        ...
-
-    def run(self) -> None:
-        """Copy everything; on a GPU, enqueue it."""
-        ...
-
-    def check(self, mode: str, version: int) -> Callable[[], list[int]]:
-        """Compare what was written with what is at the source: "full", "sampled" (another part at every version) or
-        "off". Returns a function that waits until copy and check are done, and returns the numbers of the copies that
-        differ. Targets may be gone by then."""
-        ...
-
-
-def make_copier(program: CopyProgram, device: torch.device) -> Copier:
-    if device.type == "cuda":
-        from vime.weight_sync.copy_triton import TritonCopier  # Triton is there with CUDA only
-
-        return TritonCopier(program)
-    return CpuCopier(program)
-
-
 @dataclass(frozen=True)
 class Place:
     """Where a worker stands."""
 
     engine: int
     worker: int
-    neighbour: int  # the trainer rank on the same device; without one, the worker's number
+    neighbour: int  # the trainer rank on the same device; without one, a number that spreads the reading
     node: str
+    maps: bool = True  # whether it opens the memory of trainer ranks on its node; else all of them send
 
     def __str__(self) -> str:
         return f"engine {self.engine}, worker {self.worker}"
@@ -120,18 +91,28 @@ class Report:
 class Receiver:
     """Plans once (:meth:`connect`), then replays (:meth:`update`)."""
 
-    def __init__(self, model: Model, place: Place, check: str, device: torch.device | None = None) -> None:
-        """check: "full", "sampled" or "off". device: of the model (default: the CPU)."""
-        self.model, self.place, self.check = model, place, check
+    def __init__(
+        self,
+        model: Model,
+        place: Place,
+        check: str,
+        device: torch.device | None = None,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
+        """check: "full", "sampled" or "off". device: of the model (default: the CPU). most_bytes: of one message from
+        a rank on another node."""
+        self.model, self.place, self.check, self.most_bytes = model, place, check, most_bytes
         self.device = device or torch.device("cpu")
         self.plan: LoadPlan | None = None
         self.report = Report()
         self._arenas: dict[Source, torch.Tensor] = {}
         self._stamps: dict[int, torch.Tensor] = {}
         self._handles: dict[tuple[int, str], Handle] = {}
+        self._near: set[int] = set()  # ranks whose memory is opened; the others send
         self._program = CopyProgram([], [])
         self._direct: Copier = CpuCopier(self._program)
         self._layers: list[tuple[StagedLayer, Copier]] = []
+        self._staging = Staging([], str(place), check, self.device)
         self._checks: list[tuple[Copier, Callable[[], list[int]]]] = []  # of the update that is going on
 
     # ------------------------------------------------------------------ connect
@@ -148,12 +129,18 @@ class Receiver:
         if self.plan.problems:
             return self.plan
         self._program = compose(self.plan, shards, self.place.neighbour, self.place.node)
-        parts = self._program.by_param()
-        self._direct = make_copier(CopyProgram.union(parts, self.model.direct()), self.device)
-        self._layers = [
-            (layer, make_copier(CopyProgram.union(parts, layer.params), self.device)) for layer in self.model.staged()
+        near = [rank for rank, info in shards.ranks.items() if self.place.maps and info.node == self.place.node]
+        parts, layers = self._program.by_param(), self.model.staged()
+        stages = [
+            CopyProgram.union(parts, params).split(near)
+            for params in (self.model.direct(), *(layer.params for layer in layers))
         ]
+        copiers = [make_copier(program, self.device) for program, _ in stages]
+        self._direct, self._layers = copiers[0], list(zip(layers, copiers[1:], strict=True))
+        remote = [copies for _, copies in stages]
+        self._staging = Staging(remote, str(self.place), self.check, self.device, self.most_bytes)
         traced = time.perf_counter()
+        self._near = set(near)
         self._open(shards.ranks)
         self.report.seconds = {"plan": traced - started, "open": time.perf_counter() - traced}
         self.report.bytes_by_rank = self._program.bytes_by_rank()
@@ -169,7 +156,7 @@ class Receiver:
     def _open(self, ranks: Mapping[int, RankInfo]) -> None:
         """Open what the program reads and is not open yet, or has moved."""
         for rank, number in self._program.sources:
-            if rank not in ranks:
+            if rank not in ranks or rank not in self._near:
                 continue
             for key, handle in ((f"arena {number}", ranks[rank].arenas[number]), ("stamp", ranks[rank].stamp)):
                 if self._handles.get((rank, key)) == handle:
@@ -181,12 +168,26 @@ class Receiver:
                     self._arenas[rank, number] = opened
                 self._handles[rank, key] = handle
 
+    @property
+    def senders(self) -> list[int]:
+        """Ranks whose weights arrive through a channel: it must be open before the first update."""
+        return self._staging.ranks
+
+    def open_channel(self, channel: Channel, members: Mapping[int, int]) -> None:
+        """Tell each of ``senders`` what to send at every update. ``members``: rank -> its number in the channel."""
+        self._staging.open(channel, members)
+
+    def close_channel(self) -> None:
+        """Leave it, so that ranks that are sending stop."""
+        self._staging.close()
+
     def release(self) -> None:
         """Unmap the trainer's memory, so that the trainer can give it back. The plan stays; the next update must be
         told of every rank's arenas again."""
         self._checks.clear()
         for copier in (self._direct, *(copier for _, copier in self._layers)):
             copier.unbind()
+        self._staging.unbind()
         self._arenas.clear()
         self._stamps.clear()
         self._handles.clear()
@@ -194,6 +195,7 @@ class Receiver:
     def close(self) -> None:
         """Unmap the trainer's memory for good."""
         self.release()
+        self._staging.close()
         self._layers.clear()
 
     # ------------------------------------------------------------------ update
@@ -217,12 +219,13 @@ class Receiver:
         self._expect(version, "holds")
         opened = time.perf_counter()
         self._checks.clear()
-        self._copy(self._direct, self.model.direct(), version)
+        self._copy(0, self._direct, self.model.direct(), version)
         copied = time.perf_counter()
-        for layer, copier in self._layers:
-            self._update_layer(layer, copier, version)
+        for stage, (layer, copier) in enumerate(self._layers, start=1):
+            self._update_layer(stage, layer, copier, version)
         self.model.settle()
         staged = time.perf_counter()
+        ran = [copier for copier, _ in self._checks]
         self._verify()
         self._expect(version, "went on during the copy to")
         self.report.seconds |= {
@@ -230,18 +233,19 @@ class Receiver:
             "direct": copied - opened,
             "staged": staged - copied,
             "check": time.perf_counter() - staged,  # on a GPU: until everything enqueued above is done
-            "copy": sum(copier.seconds for copier in (self._direct, *(copier for _, copier in self._layers))),
+            "copy": sum(copier.seconds for copier in ran),
         }
         self.report.version, self.report.checked = version, self.check
 
-    def _copy(self, copier: Copier, params: Mapping[str, torch.Tensor], version: int) -> None:
+    def _copy(self, stage: int, copier: Copier, params: Mapping[str, torch.Tensor], version: int) -> None:
         copier.bind(self._arenas, params)
-        copier.run()
+        copier.run()  # its fills come before anything that arrives
         self._checks.append((copier, copier.check(self.check, version)))
+        self._checks += self._staging.receive(stage, version, params)
 
-    def _update_layer(self, layer: StagedLayer, copier: Copier, version: int) -> None:
+    def _update_layer(self, stage: int, layer: StagedLayer, copier: Copier, version: int) -> None:
         try:
-            self._copy(copier, layer.open(), version)
+            self._copy(stage, copier, layer.open(), version)
         except BaseException:
             layer.abort()
             raise

@@ -1,23 +1,28 @@
 """A worker's conversation with the trainer, step by step, whatever engine the worker belongs to.
 
-``connect`` once; then per update ``start``, ``receive`` (once by plan, or once per bucket) and ``finish``. Whatever
-fails in between, ``abort`` and the next ``start`` begin anew.
+``connect`` once, and ``open_channel`` where ranks send from other nodes; then per update ``start``, ``receive`` (once
+by plan, once per bucket, or once with a directory) and ``finish``. Whatever fails in between, ``abort`` and the next
+``start`` begin anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import safe_open
 
 from vime.errors import WeightSyncError
 from vime.weight_sync import receiver
-from vime.weight_sync.arena import Handle, open_arena
+from vime.weight_sync.arena import Handle, node_name, open_arena
 from vime.weight_sync.boxes import contiguous_strides
+from vime.weight_sync.channel import Channel
 from vime.weight_sync.load_plan import LoadPlan
 from vime.weight_sync.receiver import Place, Receiver
+from vime.weight_sync.remote import MOST_BYTES
 from vime.weight_sync.shard_map import RankInfo, ShardMap
 
 
@@ -29,9 +34,22 @@ class InitInfo:
     engine: int
     neighbours: list[int]  # trainer rank on the device of worker 0, 1, ...; empty for an engine with GPUs of its own
     devices: list[str]  # worker 0, 1, ... -> under which name it finds its bucket's handle
-    node: str
     check: str  # "full", "sampled" or "off"
     shards: dict[str, Any]  # ShardMap.to_json
+    maps: bool = True  # open the memory of trainer ranks on the same node; else all of them send
+    most_bytes: int = MOST_BYTES  # of one message from a rank whose memory is not opened
+
+
+@dataclass
+class ChannelInfo:
+    """Where to meet the ranks that send. The same to every worker of an engine."""
+
+    host: str
+    port: int
+    members: dict[str, int]  # trainer rank, as text -> its number; the workers' follow
+    workers: int
+    planned: bool  # whether ranks send by plan; else one sends buckets
+    timeout: float
 
 
 @dataclass
@@ -40,7 +58,8 @@ class UpdateInfo:
 
     version: int
     moved: list[dict[str, Any]] = field(default_factory=list)  # RankInfo of ranks whose arenas have new handles
-    bucket: dict[str, Any] | None = None  # None: by plan
+    bucket: dict[str, Any] | None = None
+    directory: str | None = None  # a Hugging Face checkpoint; neither bucket nor directory: by plan
 
 
 class Model(receiver.Model, Protocol):
@@ -89,22 +108,23 @@ class Session:
         self._version: int | None = None
         self._failure: dict[str, str] | None = None
         self._bucket: tuple[Handle, torch.Tensor] | None = None
+        self._channel: Channel | None = None
 
     def attempt(self, step: str, *args: Any) -> None:
         """Take a step, "connect" to "finish", and keep what it raises as the ``failure`` of :meth:`state`; the steps
-        after a failure do nothing, until "connect" or "start" begins anew.
+        after a failure do nothing, until "connect", "open_channel" or "start" begins anew.
 
         For engines whose workers must not raise: vLLM's executor stops reading its workers' answers at the first that
         failed, and from then on takes the old answers of the others for those to later calls.
         """
-        if step in ("connect", "start"):
+        if step in ("connect", "open_channel", "start"):
             self._failure = None
         if self._failure is not None:
             return
         try:
             getattr(self, step)(*args)
         except Exception as error:  # noqa: BLE001 - kept, and raised by the trainer
-            self.abort()
+            self.abort(leave=True)
             if isinstance(error, WeightSyncError):
                 self._failure = {"phase": error.phase, "where": error.where, "cause": error.cause}
             else:
@@ -115,12 +135,23 @@ class Session:
     def connect(self, info: InitInfo) -> LoadPlan:
         """Plan, and open the trainer's memory."""
         self.close()
-        neighbour = info.neighbours[self.number] if info.neighbours else self.number
-        place = Place(info.engine, self.number, neighbour, info.node)
-        connected = Receiver(self.model, place, info.check, self.device)
+        spread = info.engine * len(info.devices) + self.number
+        neighbour = info.neighbours[self.number] if info.neighbours else spread
+        place = Place(info.engine, self.number, neighbour, node_name(), info.maps)
+        connected = Receiver(self.model, place, info.check, self.device, info.most_bytes)
         plan = connected.connect(ShardMap.from_json(info.shards))
         self._info, self._receiver = info, connected
         return plan
+
+    def open_channel(self, info: ChannelInfo) -> None:
+        """Meet the ranks that send, and tell them what. Again, with all of them, after an update that failed."""
+        connected = self._connected()
+        self._close_channel()
+        members = {int(rank): member for rank, member in info.members.items()}
+        number, total = len(members) + self.number, len(members) + info.workers
+        self._channel = Channel(info.host, info.port, number, total, self.device, info.timeout)
+        if info.planned:
+            connected.open_channel(self._channel, members)
 
     def start(self) -> None:
         self._connected()
@@ -135,11 +166,13 @@ class Session:
         connected = self._connected()
         try:
             if message.bucket is not None:
-                self._load_bucket(message.bucket)
+                self._load(self._take_bucket(message.bucket))
+            elif message.directory is not None:
+                self._load(read_directory(message.directory, self.device))
             else:
                 connected.update(message.version, {item["rank"]: RankInfo(**item) for item in message.moved})
         except BaseException:
-            self.abort()
+            self.abort(leave=True)
             raise
         self._updated_to = message.version
 
@@ -157,8 +190,11 @@ class Session:
         self._loading, self._bucket = False, None
         self._version = self._updated_to
 
-    def abort(self) -> None:
-        """Leave no trace of an open update but the bytes it has written."""
+    def abort(self, leave: bool = False) -> None:
+        """Leave no trace of an open update but the bytes it has written; with ``leave`` leave the channel too, in which
+        the rest of it may be on its way."""
+        if leave:
+            self._close_channel()
         self._loading, self._updated_to, self._version, self._bucket = False, None, None, None
         self._failure = None
         self.model.abort_load()
@@ -167,16 +203,27 @@ class Session:
         """Unmap the trainer's memory and forget the connection."""
         if self._receiver is not None:
             self._receiver.close()
+        self._close_channel()
         self._receiver = self._info = self._bucket = None
 
+    def _close_channel(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close_channel()
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = None
+
     def state(self) -> dict[str, Any]:
-        """JSON: ``connection``, ``version`` (None while an update is open or after one that failed), ``failure`` (its
-        phase, where and cause), what was planned, and of the last update the seconds per phase and bytes per rank."""
+        """JSON: this worker's ``node``, ``connection``, ``version`` (None while an update is open or after one that
+        failed), ``failure`` (its phase, where and cause), ``senders`` (ranks that must send to it), what was planned,
+        and of the last update the seconds per phase and bytes per rank."""
         if self._receiver is None or self._info is None:
-            return {"connection": None, "failure": self._failure}
+            return {"node": node_name(), "connection": None, "failure": self._failure}
         plan = self._receiver.plan
         return {
             **self._receiver.state(),
+            "node": node_name(),
+            "senders": self._receiver.senders,
             "connection": self._info.connection,
             "version": self._version,
             "failure": self._failure,
@@ -185,27 +232,39 @@ class Session:
             "unwritten": plan.unwritten if plan else {},
         }
 
-    def _load_bucket(self, bucket: dict[str, Any]) -> None:
-        """Load whole checkpoint tensors from one flat buffer on this worker's own device.
+    def _take_bucket(self, bucket: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+        """Whole checkpoint tensors, from one flat buffer on this worker's own device, or through the channel.
 
-        ``bucket``: ``handles``, device name -> arena handle; ``tensors``, [name, dtype, shape, byte offset] each.
+        ``bucket``: ``tensors``, [name, dtype, shape, byte offset] each; ``handles``, device name -> arena handle; or
+        ``origin``, the member that sends ``bytes`` bytes.
         """
-        assert self._info is not None
-        device = self._info.devices[self.number]
-        handle = bucket["handles"].get(device)
-        if handle is None:
-            known = ", ".join(bucket["handles"])
-            cause = f"the payload has no handle for its device {device}, only for: {known}"
-            raise WeightSyncError("update", str(self._connected().place), cause)
-        if self._bucket is None or self._bucket[0] != handle:
-            self._bucket = (handle, open_arena(handle))
-        buffer = self._bucket[1]
+        if "origin" in bucket:
+            buffer = torch.empty(bucket["bytes"], dtype=torch.uint8, device=self.device)
+            if self._channel is None:
+                raise WeightSyncError("update", str(self._connected().place), "has no channel to the trainer")
+            self._channel.receive(buffer, bucket["origin"])
+        else:
+            buffer = self._shared_bucket(bucket["handles"])
         weights = []
         for name, dtype_name, shape, offset in bucket["tensors"]:
             dtype = getattr(torch, dtype_name)
             typed = buffer[offset : offset + torch.Size(shape).numel() * dtype.itemsize].view(dtype)
             # A copy: loaders may keep it until a layer is complete, and the trainer fills the buffer before that.
             weights.append((name, typed.as_strided(shape, contiguous_strides(shape), typed.storage_offset()).clone()))
+        return weights
+
+    def _shared_bucket(self, handles: dict[str, Handle]) -> torch.Tensor:
+        assert self._info is not None
+        device = self._info.devices[self.number]
+        handle = handles.get(device)
+        if handle is None:
+            cause = f"the payload has no handle for its device {device}, only for: {', '.join(handles)}"
+            raise WeightSyncError("update", str(self._connected().place), cause)
+        if self._bucket is None or self._bucket[0] != handle:
+            self._bucket = (handle, open_arena(handle))
+        return self._bucket[1]
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         if not self._loading:
             self.model.begin_load()
             self._loading = True
@@ -216,3 +275,19 @@ class Session:
             cause = "not connected: the trainer has not sent its shard map"
             raise WeightSyncError("start", f"worker {self.number}", cause)
         return self._receiver
+
+
+def read_directory(directory: str, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a directory of safetensors files, one at a time, by name.
+
+    Raises:
+        WeightSyncError: it has none: this node does not see the trainer's file system.
+    """
+    files = sorted(Path(directory).glob("*.safetensors"))
+    if not files:
+        cause = f"no weights lie in {directory}; trainer and engines must see the same file system there"
+        raise WeightSyncError("update", "this node", cause)
+    for file in files:
+        with safe_open(file, framework="pt", device=str(device)) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                yield name, tensors.get_tensor(name)

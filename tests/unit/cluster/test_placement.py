@@ -35,6 +35,14 @@ def test_colocated_engines_share_the_seats_of_their_slot(cluster: None) -> None:
     assert [list(placement.engine_seats(index)) for index in range(2)] == [[0, 1], [2, 3]]
 
 
+def test_engines_beyond_the_ranks_have_seats_of_their_own(cluster: None) -> None:
+    options = {"colocate": True, "actor_num_gpus_per_node": 2, "rollout_num_gpus": 6, "rollout_num_gpus_per_engine": 2}
+    placement = Placement(_config(**options), "cpu")
+    assert len(placement.seats) == 6
+    assert [placement.slot(index) for index in range(3)] == [Slot(0, 2), None, None]
+    assert [list(placement.engine_seats(index)) for index in range(3)] == [[0, 1], [2, 3], [4, 5]]
+
+
 def test_separate_engines_follow_the_trainer(cluster: None) -> None:
     placement = Placement(_config(actor_num_gpus_per_node=2, rollout_num_gpus=3), "cpu")
     assert len(placement.seats) == 5

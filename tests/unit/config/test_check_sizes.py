@@ -42,7 +42,10 @@ NO_MODEL_FLAGS = (
             "--rollout-num-gpus-per-engine 3",
             "--rollout-num-gpus 4 is not a multiple of --rollout-num-gpus-per-engine 3: 1 whole engines and 1 GPUs",
         ),
-        ("--rollout-num-gpus 8", "--colocate puts the engines on the trainer's GPUs, but --rollout-num-gpus 8 is more"),
+        (
+            "--rollout-num-gpus 9 --rollout-num-gpus-per-engine 3",
+            "engine of --rollout-num-gpus-per-engine 3 would lie half on each: ",
+        ),
         (
             "--actor-num-nodes 2 --actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 4",
             "an engine must lie on one node, but --rollout-num-gpus-per-engine 4 does not divide",

@@ -194,10 +194,14 @@ def test_workers_without_a_neighbour_spread_their_reading() -> None:
     assert sorted(rank for found in sources for rank, _ in found) == [4, 5, 6, 7]
 
 
-def test_what_lies_on_another_node_only_is_refused_by_name() -> None:
-    tensors, shards = replicas({UPPER: [0, 1], LOWER: [1]}, {0: "here", 1: "there"})
-    with pytest.raises(WeightSyncError, match=r"w \(\(4, 8\), \(0, 4\)\) lies only on node there"):
-        compose(plan_whole(tensors), shards, 0, "here")
+def test_a_replica_on_this_node_is_read_before_one_elsewhere() -> None:
+    nodes = {0: "there", 1: "there", 2: "here", 3: "there"}
+    tensors, shards = replicas({UPPER: [0, 1, 2], LOWER: [0, 1, 3]}, nodes)
+    program = compose(plan_whole(tensors), shards, 5, "here")
+    assert program.bytes_by_rank() == {2: 64, 1: 64}  # 5 is no rank; counted on from there, 1 comes before 3
+    near, remote = program.split([2])
+    assert near.sources == [(2, 0)]
+    assert [copy.source for copy in remote] == [(1, 0)]
 
 
 def test_what_nobody_holds_is_refused_by_name() -> None:

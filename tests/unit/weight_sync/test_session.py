@@ -14,7 +14,7 @@ import torch
 from tests.unit.weight_sync.toy import ToyModel, in_arena, loaded, random_tensors, whole_map
 from vime.errors import WeightSyncError
 from vime.weight_sync import copy_cpu
-from vime.weight_sync.arena import ArenaError, Stamp, arena_of, create_arena
+from vime.weight_sync.arena import ArenaError, Stamp, arena_of, create_arena, node_name
 from vime.weight_sync.session import InitInfo, Session, UpdateInfo
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -39,7 +39,7 @@ class Trainer:
         self.session = Session(self.model, number, torch.device("cpu"))
         shards = whole_map(self.tensors, self.stamp)
         neighbours = [0] * size
-        self.info = InitInfo("first", 3, neighbours, ["cpu-0"] * size, "here", check, shards.to_json())
+        self.info = InitInfo("first", 3, neighbours, ["cpu-0"] * size, check, shards.to_json())
         self.session.connect(self.info)
 
     def train(self, seed: int) -> None:
@@ -242,7 +242,7 @@ def test_attempts_keep_their_failure_and_skip_the_rest_until_the_next_start() ->
 
 def test_before_connecting_nothing_works() -> None:
     session = Session(ToyModel(SHAPES), 0, torch.device("cpu"))
-    assert session.state() == {"connection": None, "failure": None}
+    assert session.state() == {"node": node_name(), "connection": None, "failure": None}
     with pytest.raises(WeightSyncError, match="not connected"):
         session.start()
 

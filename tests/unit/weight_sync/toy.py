@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vime.weight_sync.arena import Stamp, allocate
+from vime.weight_sync.arena import Stamp, allocate, node_name
 from vime.weight_sync.boxes import Box, contiguous_strides, whole
 from vime.weight_sync.checksum import digest
 from vime.weight_sync.load_plan import LoadPlan, trace
@@ -45,12 +45,12 @@ def in_arena(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return out
 
 
-def whole_map(tensors: Mapping[str, torch.Tensor], stamp: Stamp, rank: int = 0, node: str = "here") -> ShardMap:
+def whole_map(tensors: Mapping[str, torch.Tensor], stamp: Stamp, rank: int = 0, node: str | None = None) -> ShardMap:
     """The map of a trainer of one rank that holds whole tensors, each in an arena."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     pieces = [Whole(name, whole(shape), contiguous_strides(shape)) for name, shape in shapes.items()]
     params = {(0, name): tensor for name, tensor in tensors.items()}
-    info, places = place(rank, node, f"cpu-{rank}", params, stamp)
+    info, places = place(rank, node or node_name(), f"cpu-{rank}", params, stamp)
     return merge([describe_rank(info, places, shapes, pieces, params)], shapes)
 
 

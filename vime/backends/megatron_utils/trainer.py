@@ -299,9 +299,9 @@ class MegatronTrainer:
     @_on_device
     def connect_rollout_engines(self, addresses: list[EngineAddress]) -> None:
         if self._engines is None:
-            from vime.backends.megatron_utils.update_weight.update_weight_from_tensor import UpdateWeightFromTensor
+            from vime.backends.megatron_utils.update_weight import weight_update_class
 
-            self._engines = UpdateWeightFromTensor(
+            self._engines = weight_update_class(self.config.weight_sync.update_weight_transport)(
                 self.config, self.spec, self.layout, self.rank, self._data(), self.device.type
             )
         self._engines.connect_rollout_engines(addresses)

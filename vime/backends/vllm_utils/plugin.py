@@ -37,17 +37,28 @@ class WorkerExtension:
         """Connection, plan, and how the last update went: Session.state."""
         return _answer(token, self.weight_transfer_engine.session.state)
 
-    def vime_abort_weight_update(self, token: str = "") -> dict[str, Any]:
+    def vime_abort_weight_update(self, token: str = "", leave: bool = False) -> dict[str, Any]:
         """End an update that nobody will finish, so that another can start: live tensors are put back, vLLM's "update
-        already active" is cleared. What was written stays written."""
+        already active" is cleared. What was written stays written. ``leave``: the channel too, so that ranks that are
+        sending stop."""
 
         def abort() -> None:
             from vime.backends.vllm_utils.adapter import clear_active_update
 
-            self.weight_transfer_engine.session.abort()
+            self.weight_transfer_engine.session.abort(leave)
             clear_active_update(self)
 
         return _answer(token, abort)
+
+    def vime_open_channel(self, token: str, info: dict[str, Any]) -> dict[str, Any]:
+        """Meet the trainer ranks that send their weights (session.ChannelInfo)."""
+
+        def open_channel() -> None:
+            from vime.weight_sync.session import ChannelInfo
+
+            self.weight_transfer_engine.session.attempt("open_channel", ChannelInfo(**info))
+
+        return _answer(token, open_channel)
 
     def vime_poison_weights(self, token: str = "") -> dict[str, Any]:
         """Overwrite what the plan writes with NaN."""

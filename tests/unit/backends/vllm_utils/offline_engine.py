@@ -78,7 +78,6 @@ def main(family: str, tied: bool, tp: int, folder: str) -> dict[str, Any]:
         "engine": 0,
         "neighbours": [],
         "devices": ["cpu-0"] * tp,
-        "node": "here",
         "check": "full",
     }
     llm.collective_rpc("init_weight_transfer_engine", args=({**info, "shards": shards.to_json()},))

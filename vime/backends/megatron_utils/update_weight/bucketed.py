@@ -95,9 +95,9 @@ class BucketStream:
             self._pieces.setdefault(piece.tensor, []).append((piece, param))
 
     @torch.no_grad()
-    def run(self, send: Callable[[dict[str, Any]], None] | None) -> WeightSyncError | None:
-        """Stream everything once. ``send`` (of a slot leader) hands one message to its engines and returns when they
-        have taken it; it must not raise: the others are waiting in the next collective.
+    def run(self, send: Callable[[dict[str, Any], torch.Tensor], None] | None) -> WeightSyncError | None:
+        """Stream everything once. ``send`` (of a slot leader) hands one message, and the buffer that it speaks of, to
+        its engines and returns when they have taken it; it must not raise: the others wait in the next collective.
 
         There is no barrier in the loop. A shared buffer is filled again only after the next bucket has been summed, and
         a leader takes part in that sum only when its engine has taken this bucket.
@@ -121,7 +121,7 @@ class BucketStream:
             except _Disagreement as error:
                 disagreement = error
             if send is not None and disagreement is None:
-                send(message)
+                send(message, self._shared.tensor[:end])
         return disagreement
 
     def _fill(self, placed: list[Placed], end: int) -> None:

@@ -73,6 +73,7 @@ class EngineUpdate:
         self._client = EngineClient(address.url, address.index)
         self._end = time.monotonic() + timeout
         self._digests: list[State] = []
+        self._aborted = False
 
     def __str__(self) -> str:
         return f"engine {self.address.index} ({self.address.url})"
@@ -80,16 +81,23 @@ class EngineUpdate:
     # ------------------------------------------------------------------ steps
 
     @_step("connect")
-    def connect(self, info: dict[str, Any]) -> None:
-        """Hand the shard map to every worker, unless they have it already."""
+    def connect(self, info: Callable[[str], dict[str, Any]]) -> None:
+        """Hand the shard map to every worker, unless they have it already. ``info``: InitInfo for an engine that runs
+        on this node."""
         self._workers("vime_abort_weight_update")  # one that an earlier trainer has left open
         self.states = self._workers("vime_weight_state")
         if len(self.states) != self.address.world_size:
             raise EngineError(f"has {len(self.states)} workers, {self.address.world_size} were expected")
         if any(state.get("connection") != self.connection for state in self.states):
             self.knew_us = False
-            self._client.init_weight_transfer(info, timeout=self._left())
+            self._client.init_weight_transfer(info(self.states[0]["node"]), timeout=self._left())
             self.states = self._workers("vime_weight_state")
+
+    @_step("connect")
+    def open_channel(self, info: dict[str, Any]) -> None:
+        """Have every worker meet the ranks that send to it (ChannelInfo)."""
+        self._workers("vime_open_channel", info)
+        self._workers("vime_weight_state")
 
     @_step("pause")
     def pause(self) -> None:
@@ -154,16 +162,22 @@ class EngineUpdate:
             value["cause"] = f"{error.where}: {error.cause}"
         self.failure = value | {"where": str(self), "engines": [self.address.index]}
 
-    def close(self) -> None:
-        """After the last step. Leaves the engine in a state from which another update can start."""
-        if self.failure is not None:
+    def abort(self) -> None:
+        """After a failure: leave the engine in a state from which another update can start, and have its workers leave
+        their channel, so that no rank goes on sending to them."""
+        if self.failure is not None and not self._aborted:
+            self._aborted = True
             with contextlib.suppress(EngineError):
-                self._client.collective_rpc("vime_abort_weight_update", "", timeout=_ABORT_SECONDS)
+                self._client.collective_rpc("vime_abort_weight_update", "", True, timeout=_ABORT_SECONDS)
+
+    def close(self) -> None:
+        """After the last step."""
+        self.abort()
         self._client.close()
 
     # ------------------------------------------------------------------ inside
 
-    def _workers(self, method: str) -> list[State]:
+    def _workers(self, method: str, *args: Any) -> list[State]:
         """Call a method of every worker (plugin.py).
 
         Raises:
@@ -171,7 +185,7 @@ class EngineUpdate:
             EngineError: the answers are not to this call: vLLM's executor has lost count of its workers' answers.
         """
         token = uuid.uuid4().hex
-        answers = self._client.collective_rpc(method, token, timeout=self._left())
+        answers = self._client.collective_rpc(method, token, *args, timeout=self._left())
         for number, answer in enumerate(answers):
             if not isinstance(answer, dict) or answer.get("token") != token:
                 raise EngineError(f"worker {number} answers to an earlier call; the engine must be replaced")

@@ -1,4 +1,5 @@
-"""UpdateWeightFromTensor: the trainer's weights into engines that share its GPUs (or its node's memory).
+"""UpdateWeightFromTensor: the trainer's weights into engines that share its GPUs, or reach its node's memory. What lies
+on another node is sent (channels.py); engines that reach nothing are sent everything, in the same update.
 
 Every trainer rank has one and calls its methods together with the others. In an update all ranks meet at exactly two
 points: before the first byte is read, when every rank's weights are final, and after the last engine has confirmed,
@@ -11,9 +12,8 @@ does not come to a meeting is noticed by its deadline.
 
 from __future__ import annotations
 
+import functools
 import logging
-import os
-import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -23,13 +23,17 @@ from typing import Any
 import torch
 
 from vime.backends.megatron_utils.update_weight.bucketed import BucketStream
+from vime.backends.megatron_utils.update_weight.channels import Channels, Members
 from vime.backends.megatron_utils.update_weight.engine_update import EngineUpdate, for_each
 from vime.backends.megatron_utils.update_weight.exchange import Exchange, error_value, raise_first
+from vime.backends.megatron_utils.update_weight.summary import engine_stats, summary
 from vime.config import Config
 from vime.models.layout import ParallelLayout, checkpoint_tensors, pieces
 from vime.models.spec import ModelSpec
 from vime.types import EngineAddress
-from vime.weight_sync.arena import Stamp, arena_of
+from vime.weight_sync.arena import Stamp, arena_of, node_name
+from vime.weight_sync.program import Source
+from vime.weight_sync.remote import MOST_BYTES
 from vime.weight_sync.shard_map import RankInfo, ShardMap, describe_rank, merge, place
 
 log = logging.getLogger(__name__)
@@ -43,8 +47,16 @@ class Engine:
 
     address: EngineAddress
     problems: dict[str, str]  # parameters that cannot be planned: then the bucketed path serves the engine
+    wanted: list[list[int]]  # of each worker the ranks that must send to it
+    apart: bool  # it cannot open the leader's memory, so buckets are sent to it as well
     proven: bool = False  # its planned and its bucketed update have left the same bytes
     resumes: bool | None = None  # after a failed update: whether it generated before
+    channel: bool = False  # open
+
+    @property
+    def members(self) -> Members:
+        ranks = {rank for worker in self.wanted for rank in worker} | ({leader(self.address)} if self.apart else set())
+        return Members(sorted(ranks), self.address.world_size)
 
 
 def leader(address: EngineAddress) -> int:
@@ -55,6 +67,9 @@ def leader(address: EngineAddress) -> int:
 class UpdateWeightFromTensor:
     """Every method is collective: all ranks call it, with the same arguments.
 
+    ``maps``: whether workers open the memory of ranks on their node. Subclasses for which they do not are in
+    update_weight_from_distributed.py and update_weight_from_disk.py.
+
     Args:
         config: the run's options.
         spec, layout: the model and how it is cut; the same on every rank.
@@ -62,6 +77,8 @@ class UpdateWeightFromTensor:
         named_params: (chunk, name) -> parameter, contiguous, inside arenas (vime.weight_sync.arena.allocate).
         device: "cpu" or "cuda", where the parameters are.
     """
+
+    maps = True
 
     def __init__(
         self,
@@ -85,8 +102,12 @@ class UpdateWeightFromTensor:
         self._slots: dict[tuple[int, int], Exchange] = {}
         self._shards: ShardMap | None = None
         self._connection = ""
+        self._transport = "bucketed" if self.options.update_weight_transport == "bucketed" else "planned"
         self._engines: dict[int, Engine] = {}
         self._stream: BucketStream | None = None
+        device_of_params = next((param.device for param in named_params.values()), torch.device(device))
+        timeout = self.options.weight_update_timeout
+        self._channels = Channels(rank, device_of_params, self.options.check_weight_update, timeout)
 
     # ------------------------------------------------------------------ connecting
 
@@ -111,9 +132,11 @@ class UpdateWeightFromTensor:
         known, self._engines = self._engines, {}
         for address in addresses:
             answer, before = answers[address.index], known.get(address.index)
-            engine = self._engines[address.index] = Engine(address, answer["problems"])
+            engine = Engine(address, answer["problems"], answer["wanted"], answer["apart"])
+            self._engines[address.index] = engine
             if answer["knew_us"] and before is not None:
-                engine.proven, engine.resumes = before.proven, before.resumes
+                engine.proven, engine.resumes, engine.channel = before.proven, before.resumes, before.channel
+        self._open_channels(list(self._engines.values()))
 
     def _describe(self) -> dict[str, Any]:
         info, places = place(self.rank, self._node, self._device, self._params, self._stamp)
@@ -133,19 +156,8 @@ class UpdateWeightFromTensor:
         for address in addresses:
             if leader(address) != self.rank:
                 continue
-            ranks = list(range(address.slot.start, address.slot.end)) if address.slot is not None else []
-            info = {
-                "connection": self._connection,
-                "engine": address.index,
-                "neighbours": ranks,
-                # Buckets: of the slot each worker's own; an engine without a slot takes the leader's.
-                "devices": [self._shards.ranks[rank].device for rank in ranks] or [self._device] * address.world_size,
-                "node": self._node,
-                "check": self.options.check_weight_update,
-                "shards": self._shards.nearest(address.slot, self._node).to_json(),
-            }
             update = EngineUpdate(address, self._connection, self.options.weight_update_timeout)
-            update.connect(info)
+            update.connect(functools.partial(self._init_info, address))
             update.close()
             if update.failure is not None:
                 raise_first([update.failure])
@@ -154,8 +166,42 @@ class UpdateWeightFromTensor:
                 log.warning("%s: %s cannot be planned (%s); the bucketed path serves it", update, param, why)
             if unused := update.states[0]["unused"]:
                 log.info("%s takes nothing from %s", update, ", ".join(unused))
-            found[str(address.index)] = {"problems": problems, "knew_us": update.knew_us}
+            wanted = [state.get("senders", []) if self._transport == "planned" else [] for state in update.states]
+            apart = not self.maps or any(state["node"] != self._node for state in update.states)
+            found[str(address.index)] = {
+                **{"problems": problems, "knew_us": update.knew_us},
+                **{"wanted": wanted, "apart": apart},
+            }
         return found
+
+    def _init_info(self, address: EngineAddress, node: str) -> dict[str, Any]:
+        """InitInfo of an engine on ``node``."""
+        assert self._shards is not None
+        ranks = list(range(address.slot.start, address.slot.end)) if address.slot is not None else []
+        return {
+            "connection": self._connection,
+            "engine": address.index,
+            "neighbours": ranks,
+            # Buckets: of the slot each worker's own; an engine without a slot takes the leader's.
+            "devices": [self._shards.ranks[rank].device for rank in ranks] or [self._device] * address.world_size,
+            "check": self.options.check_weight_update,
+            "shards": self._shards.nearest(address.slot, node).to_json(),
+            "maps": self.maps,
+            "most_bytes": min(self.options.update_weight_buffer_size, MOST_BYTES),
+        }
+
+    def _open_channels(self, engines: list[Engine]) -> None:
+        """Form the channels that are not open. All ranks know which; they meet only if there is one."""
+        missing = {engine.address.index: engine for engine in engines if engine.members.ranks and not engine.channel}
+        if not missing:
+            return
+        led = [engine.address for engine in missing.values() if leader(engine.address) == self.rank]
+        invitations = self._gather("connect", lambda: self._channels.invite(led))
+        wanted = {index: (engine.members, engine.wanted) for index, engine in missing.items()}
+        calls = [EngineUpdate(address, self._connection, self.options.weight_update_timeout) for address in led]
+        self._gather("connect", lambda: self._channels.form(invitations, wanted, calls))
+        for engine in missing.values():
+            engine.channel = True
 
     # ------------------------------------------------------------------ updating
 
@@ -186,27 +232,35 @@ class UpdateWeightFromTensor:
             if leader(engine.address) == self.rank
         }
         updates = list(led.values())
+        unsent: list[dict[str, Any]] = []
+        self._open_channels(chosen)
         by_plan = {engine.address.index for engine in chosen if self._is_planned(engine)}
         by_bucket = {engine.address.index for engine in chosen if self._needs_buckets(engine)}
         try:
-            for_each(updates, lambda update: self._begin(update, version, moved, by_plan, by_bucket))
+            with self._channels.serving(sorted(by_plan), version, self._arenas(), unsent):
+                for_each(updates, lambda update: self._begin(update, version, moved, by_plan, by_bucket))
+                for_each(updates, EngineUpdate.abort)  # here, or ranks would go on sending to those that failed
             if by_bucket:
-                self._send_buckets([led[index] for index in sorted(by_bucket & led.keys())], version)
+                self._send_buckets([led[index] for index in sorted(by_bucket & led.keys())], version, unsent)
             for_each(updates, lambda update: self._end(update, version, by_plan, by_bucket))
         finally:
             for_each(updates, EngineUpdate.close)
 
         failures = [update.failure for update in updates if update.failure is not None]
-        report = {"failures": failures, "engines": [_engine_stats(update) for update in updates]}
+        report = {"failures": failures, "unsent": unsent, "engines": [engine_stats(update) for update in updates]}
         done = self._gather("done", lambda: report)
         self._stamp.set(Stamp.WRITING)  # from here on the memory may change
         self._drop_stream()
-        failures = [failure for part in done for failure in part["failures"]]
+        # An engine's own words first: a rank that could not send often knows only that the worker has gone.
+        failures = [failure for kind in ("failures", "unsent") for part in done for failure in part[kind]]
         failed = {index for failure in failures for index in failure["engines"]}
         for engine in chosen:
             index = engine.address.index
             engine.proven |= index not in failed
             engine.resumes = led[index].resumes if index in failed and index in led else None
+            if index in failed:
+                self._channels.close(index)
+                engine.channel = False
         raise_first(failures)
         stats = [engine for part in done for engine in part["engines"]]
         return summary(stats, waited, time.perf_counter() - started)
@@ -237,8 +291,12 @@ class UpdateWeightFromTensor:
         arenas = [arena_of(param)[0].describe() for param in self._first_in_arena]
         return RankInfo(self.rank, self._node, self._device, self._stamp.arena.describe(), arenas)
 
+    def _arenas(self) -> dict[Source, torch.Tensor]:
+        """This rank's own, to send from."""
+        return {(self.rank, n): arena_of(param)[0].tensor for n, param in enumerate(self._first_in_arena)}
+
     def _is_planned(self, engine: Engine) -> bool:
-        return self.options.update_weight_transport == "planned" and not engine.problems
+        return self._transport == "planned" and not engine.problems
 
     def _needs_buckets(self, engine: Engine) -> bool:
         proves = not engine.proven and self.options.check_weight_update != "off"
@@ -267,14 +325,23 @@ class UpdateWeightFromTensor:
             update.compare_digests()
         update.resume()
 
-    def _send_buckets(self, updates: list[EngineUpdate], version: int) -> None:
+    def _send_buckets(self, updates: list[EngineUpdate], version: int, unsent: list[dict[str, Any]]) -> None:
         """Stream all tensors to these engines. All ranks take part, also those that lead none of them."""
         if self._stream is None:
             self._stream = self._make_stream()
         stream = self._stream
 
-        def send(bucket: dict[str, Any]) -> None:
-            for_each(updates, lambda update: update.send({"version": version, "bucket": bucket}))
+        def send_to(update: EngineUpdate, bucket: dict[str, Any], payload: torch.Tensor) -> None:
+            index = update.address.index
+            if not self._engines[index].apart:
+                update.send({"version": version, "bucket": bucket})
+            elif update.failure is None:
+                with self._channels.sending(index, payload, unsent) as how:
+                    update.send({"version": version, "bucket": {"tensors": bucket["tensors"], **how}})
+                    update.abort()
+
+        def send(bucket: dict[str, Any], payload: torch.Tensor) -> None:
+            for_each(updates, lambda update: send_to(update, bucket, payload))
 
         disagreement = stream.run(send if updates else None)
         if disagreement is not None:
@@ -284,7 +351,7 @@ class UpdateWeightFromTensor:
     def _drop_stream(self) -> None:
         """Give up the buffers, two buckets, where they were for the proof. Not before all have met: workers of another
         rank's engine may still be opening this rank's."""
-        planned = self.options.update_weight_transport == "planned"
+        planned = self._transport == "planned"
         if self._stream is not None and planned and not any(e.problems for e in self._engines.values()):
             self._stream.close()
             self._stream = None
@@ -321,49 +388,3 @@ class UpdateWeightFromTensor:
         answers = self._everybody.gather({"error": error, "value": value}, phase)
         raise_first([answer["error"] for answer in answers])
         return [answer["value"] for answer in answers]
-
-
-def node_name() -> str:
-    """Names the place within which one process can open another's memory: the machine, and its PID namespace."""
-    try:
-        namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        namespace = ""
-    return f"{socket.gethostname()} {namespace}".strip()
-
-
-def _engine_stats(update: EngineUpdate) -> dict[str, Any]:
-    """What the summary needs of one engine."""
-    slot = update.address.slot
-    total = local = 0
-    for worker, state in enumerate(update.states):
-        by_rank = {int(rank): count for rank, count in state.get("bytes_by_rank", {}).items()}
-        total += sum(by_rank.values())
-        local += by_rank.get(slot.start + worker, 0) if slot is not None else 0
-    phases = ("direct", "staged", "check")  # on a GPU the first two only enqueue, and the last one waits
-    copying = [sum(state["seconds"].get(phase, 0.0) for phase in phases) for state in update.states]
-    return {"bytes": total, "local": local, "copy": max(copying, default=0.0), "seconds": update.seconds}
-
-
-def summary(engines: list[dict[str, Any]], waited: float, seconds: float) -> dict[str, float]:
-    """Figures of one update over all engines.
-
-    ``bytes`` read by all workers; ``seconds`` in all; ``copy_seconds`` of the slowest worker and ``gb_per_second`` of
-    all together while copying; ``local_share`` of the bytes came from the rank on the worker's own device,
-    ``link_share`` from others of its node; ``ready_seconds`` this rank waited for the slowest rank;
-    ``<phase>_seconds`` of the slowest engine.
-    """
-    total, local = sum(e["bytes"] for e in engines), sum(e["local"] for e in engines)
-    copying = max((e["copy"] for e in engines), default=0.0)
-    out = {
-        "bytes": float(total),
-        "seconds": seconds,
-        "copy_seconds": copying,
-        "gb_per_second": total / copying / 1e9 if copying else 0.0,
-        "local_share": local / total if total else 0.0,
-        "link_share": (total - local) / total if total else 0.0,
-        "ready_seconds": waited,
-    }
-    for phase in dict.fromkeys(phase for e in engines for phase in e["seconds"]):
-        out[f"{phase}_seconds"] = max(e["seconds"].get(phase, 0.0) for e in engines)
-    return out

@@ -1,0 +1,75 @@
+"""What trainer ranks do in test_update_weight_apart.py: ranks on other nodes, played by ranks that say so."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.unit.backends.megatron_utils.update_weight.scenarios import attempt
+from tests.unit.backends.megatron_utils.update_weight.toy_engine import SPEC, Rank, ask, digests, make_config
+from vime.backends.megatron_utils.update_weight import weight_update_class
+from vime.models.layout import ParallelLayout
+from vime.types import EngineAddress
+from vime.weight_sync.remote import Sender
+
+
+def sync(
+    rank: int,
+    layout: ParallelLayout,
+    addresses: list[EngineAddress],
+    elsewhere: tuple[int, ...] = (),
+    versions: int = 2,
+    before: dict[int, dict[str, Any]] | None = None,
+    dies: tuple[int, int] | None = None,
+    folder: str | None = None,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Connect, and sync some versions.
+
+    Args:
+        elsewhere: ranks on another node.
+        before: version -> what an engine shall do at its next calls: {"engine": index, path: kinds}.
+        dies: a rank, and the version in which it is killed after it has begun to send.
+        folder: holds what UpdateWeightFromDisk writes.
+    """
+    config = make_config(**options | ({"update_weight_disk_dir": f"{folder}/weights"} if folder else {}))
+    if folder is not None:
+        config.checkpoint.hf_checkpoint = folder
+        Path(folder, "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
+    me = Rank(rank, layout)
+    update = weight_update_class(config.weight_sync.update_weight_transport)
+    me.update = update(config, SPEC, layout, rank, me.params, "cpu")
+    if rank in elsewhere:
+        me.update._node = "elsewhere"
+    me.update.connect_rollout_engines(addresses)
+    found = []
+    for version in range(1, versions + 1):
+        me.train(version)
+        faults = dict((before or {}).get(version, {}))
+        if faults and rank == 0:
+            ask(addresses[faults.pop("engine")], "/test/faults", faults)
+        dist.barrier()
+        if dies == (rank, version):
+            _die_while_sending()
+        result = attempt(lambda version=version: me.update.update_weights(version))
+        if dies and version == dies[1]:
+            return [*found, result]
+        dist.barrier()
+        if rank == 0:
+            result["digests"] = [digests(address) for address in addresses]
+            result["left"] = sorted(os.listdir(f"{folder}/weights")) if folder else []
+        dist.barrier()
+        found.append(result)
+    return found
+
+
+def _die_while_sending() -> None:
+    def die(self: Sender, version: int, arenas: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Sender.serve = die  # type: ignore[method-assign]

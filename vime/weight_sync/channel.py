@@ -1,0 +1,109 @@
+"""Point-to-point messages between trainer ranks and the workers of one engine: Gloo between CPUs, NCCL between GPUs.
+
+For weights that cannot be read where they are, because they lie on another node. The group is formed of exactly those
+who send and receive, beside the process groups that Megatron and vLLM have made of their own processes. It lives until
+one member fails or closes it: that ends the others' waiting with an error, and then a new one is formed.
+"""
+
+# Torch's stubs know the two backends by name only.
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import datetime
+import socket
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def address_towards(host: str) -> str:
+    """This machine's own address on the way to ``host``."""
+    family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # UDP: finds the route and sends nothing
+        return probe.getsockname()[0]
+
+
+class Meeting:
+    """Where the members of a channel find each other: a store that listens on ``host`` alone, on a free port."""
+
+    def __init__(self, host: str, timeout: float) -> None:
+        family = socket.getaddrinfo(host, 0)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as listening:
+            listening.bind((host, 0))
+            listening.listen(socket.SOMAXCONN)
+            self.address = host, int(listening.getsockname()[1])
+            # Torch listens on every interface unless it is given a socket.
+            self.store = dist.TCPStore(
+                *self.address,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=datetime.timedelta(seconds=timeout),
+                master_listen_fd=listening.detach(),
+            )
+
+
+class Channel:
+    """One member's end.
+
+    Args:
+        host, port: the :class:`Meeting`'s address.
+        member, members: this one's number, and how many there are. The constructor returns when all have come.
+        device: where the tensors are that are sent: "cpu", or this process's current CUDA device.
+        timeout: seconds that forming the group, or one message, may take.
+
+    Raises:
+        RuntimeError: from every method: a member did not come, is gone, or is late.
+    """
+
+    def __init__(self, host: str, port: int, member: int, members: int, device: torch.device, timeout: float) -> None:
+        self.device = device
+        wait = datetime.timedelta(seconds=timeout)
+        self._store = dist.TCPStore(host, port, is_master=False, timeout=wait)
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = wait
+            self._open: Any = dist.ProcessGroupNCCL(self._store, member, members, options)
+        else:
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(host))]
+            options._timeout = wait
+            self._open = dist.ProcessGroupGloo(self._store, member, members, options)
+
+    @property
+    def _group(self) -> Any:
+        if self._open is None:
+            raise RuntimeError("the channel is closed")
+        return self._open
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Send a contiguous tensor; returns when its memory may be used again."""
+        self._group.send([tensor], to, 0).wait()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def receive(self, tensor: torch.Tensor, origin: int) -> None:
+        """Fill a contiguous tensor with what ``origin`` sends; on a GPU, for work enqueued after this."""
+        self._group.recv([tensor], origin, 0).wait()
+
+    def send_bytes(self, data: bytes, to: int) -> None:
+        """Send a message whose length the other side does not know."""
+        self.send(torch.tensor([len(data)], device=self.device), to)
+        self.send(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device), to)
+
+    def receive_bytes(self, origin: int) -> bytes:
+        size = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.receive(size, origin)
+        data = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        self.receive(data, origin)
+        return bytes(data.cpu().numpy())
+
+    def close(self) -> None:
+        """Leave; whoever waits for this member gets an error at once."""
+        group, self._open = self._open, None
+        if group is not None and self.device.type == "cuda":
+            with suppress(RuntimeError):  # it is broken already
+                group.abort()
+        # Gloo's connections end with the last reference.

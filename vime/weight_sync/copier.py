@@ -1,0 +1,44 @@
+"""What performs a copy program, wherever the weights are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+
+from vime.weight_sync.copy_cpu import CpuCopier
+from vime.weight_sync.program import CopyProgram, Source
+
+
+class Copier(Protocol):
+    """Performs one copy program."""
+
+    program: CopyProgram
+    seconds: float  # what the last run took; on a GPU by its own clock, and known once check's answer is there
+
+    def bind(self, arenas: Mapping[Source, torch.Tensor], params: Mapping[str, torch.Tensor]) -> None:
+        """Take today's addresses. Before the first run, and whenever an arena or a parameter may have moved."""
+        ...
+
+    def unbind(self) -> None:
+        """Keep nothing of what :meth:`bind` was given."""
+        ...
+
+    def run(self) -> None:
+        """Copy everything; on a GPU, enqueue it."""
+        ...
+
+    def check(self, mode: str, version: int) -> Callable[[], list[int]]:
+        """Compare what was written with what is at the source: "full", "sampled" (another part at every version) or
+        "off". Returns a function that waits until copy and check are done, and returns the numbers of the copies that
+        differ. Targets may be gone by then."""
+        ...
+
+
+def make_copier(program: CopyProgram, device: torch.device) -> Copier:
+    if device.type == "cuda":
+        from vime.weight_sync.copy_triton import TritonCopier  # Triton is there with CUDA only
+
+        return TritonCopier(program)
+    return CpuCopier(program)

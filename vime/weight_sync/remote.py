@@ -1,0 +1,283 @@
+"""Weights that lie on another node: the trainer rank packs them, sends them, and the worker copies from a staging
+arena by the same kind of program that it runs on memory it can read.
+
+A worker knows from its plan what it wants from which rank. It cuts that into *chunks* of bounded size, in the order in
+which it will apply them, and tells each rank its own chunks when their channel opens (:func:`to_request`). From then on
+nothing needs to be said: at every update each rank sends its chunks in order, one stream per worker, and the worker
+takes them in its order. A stream waits for its own worker only, so no two of them can wait for each other.
+
+Every chunk ends in a trailer: the version of the weights in it, and a checksum of the bytes before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from vime.errors import WeightSyncError
+from vime.weight_sync.boxes import contiguous_strides
+from vime.weight_sync.channel import Channel
+from vime.weight_sync.checksum import bit_sum
+from vime.weight_sync.columns import pack, unpack
+from vime.weight_sync.copier import Copier, make_copier
+from vime.weight_sync.program import Copy, CopyProgram, Source
+
+STAGING = -1  # instead of an arena's number: the staging arena, as what it holds came from a rank
+MOST_BYTES = 64 << 20  # of a chunk: long enough for a network's full speed, short enough for a buffer per worker
+
+_ALIGNMENT = 16  # the widest unit of the copy kernel
+_TRAILER = 16  # version and checksum, int64 each
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What travels in one message, beside the trailer.
+
+    ``reads`` pack it: their ``param`` is the name of a dtype, in which the buffer is looked at. ``writes`` take it out
+    of the staging arena, each element of the buffer to one place.
+    """
+
+    rank: int
+    num_bytes: int  # a multiple of 16
+    reads: list[Copy]
+    writes: list[Copy]
+
+
+def chunks(copies: Sequence[Copy], most: int = MOST_BYTES) -> list[Chunk]:
+    """Group copies from other nodes, by rank, into chunks of at most ``most`` bytes; larger copies are cut."""
+    out: list[Chunk] = []
+    for rank in sorted({copy.source[0] for copy in copies}):
+        reads: list[Copy] = []
+        writes: list[Copy] = []
+        end = 0
+        for whole in (copy for copy in copies if copy.source[0] == rank):
+            for copy in _cut(whole, most):
+                size = -(-copy.src_bytes // _ALIGNMENT) * _ALIGNMENT
+                if reads and end + size > most:
+                    out.append(Chunk(rank, end, reads, writes))
+                    reads, writes, end = [], [], 0
+                strides = contiguous_strides(copy.shape)
+                dtype = str(copy.src_dtype).removeprefix("torch.")
+                reads.append(replace(copy, param=dtype, dst_offset=end // copy.src_dtype.itemsize, dst_strides=strides))
+                writes.append(replace(copy, source=(rank, STAGING), src_offset=end, src_strides=strides))
+                end += size
+        if reads:
+            out.append(Chunk(rank, end, reads, writes))
+    return out
+
+
+def _cut(copy: Copy, most: int) -> list[Copy]:
+    """Parts of at most ``most`` bytes, cut along the outermost dimension."""
+    if copy.src_bytes <= most or not copy.shape:
+        return [copy]
+    count, row = copy.shape[0], copy.src_bytes // copy.shape[0]
+    step = max(most // row, 1)
+    out = []
+    for first in range(0, count, step):
+        part = replace(
+            copy,
+            src_offset=copy.src_offset + first * copy.src_strides[0] * copy.src_dtype.itemsize,
+            dst_offset=copy.dst_offset + first * copy.dst_strides[0],
+            shape=(min(step, count - first), *copy.shape[1:]),
+        )
+        if row <= most:
+            out.append(part)
+        else:  # one row is too much: drop the dimension, which is 1 now, and cut the next
+            inner = replace(
+                part, shape=copy.shape[1:], src_strides=copy.src_strides[1:], dst_strides=copy.dst_strides[1:]
+            )
+            out += _cut(inner, most)
+    return out
+
+
+# ---------------------------------------------------------------- the request
+
+
+def to_request(parts: Sequence[Chunk]) -> bytes:
+    """What a rank must know of its chunks, in the order it is to send them."""
+    reads = [read for chunk in parts for read in chunk.reads]
+    dims = max((len(read.shape) for read in reads), default=0)
+    dtypes = sorted({read.param for read in reads})
+    rows = [
+        (
+            *(read.source[1], read.src_offset, dtypes.index(read.param), read.dst_offset, len(read.shape)),
+            *(*read.shape, *(1,) * (dims - len(read.shape))),
+            *(*read.src_strides, *(0,) * (dims - len(read.shape))),
+        )
+        for read in reads
+    ]
+    columns = np.array(rows, dtype=np.int64).reshape(len(rows), -1).T
+    request = {
+        "dtypes": dtypes,
+        "dims": dims,
+        "chunks": [[chunk.num_bytes, len(chunk.reads)] for chunk in parts],
+        "reads": pack(columns),
+    }
+    return json.dumps(request).encode()
+
+
+def from_request(data: bytes, rank: int) -> list[Chunk]:
+    """The chunks of :func:`to_request`, without their writes."""
+    request = json.loads(data)
+    dims, dtypes = request["dims"], request["dtypes"]
+    rows = iter(unpack(request["reads"], 5 + 2 * dims, -1).T.tolist())
+    out = []
+    for num_bytes, count in request["chunks"]:
+        reads = []
+        for _ in range(count):
+            arena, src_offset, dtype, dst_offset, ndim, *rest = next(rows)
+            shape = tuple(rest[:ndim])
+            reads.append(
+                Copy(
+                    source=(rank, arena),
+                    src_offset=src_offset,
+                    src_dtype=getattr(torch, dtypes[dtype]),
+                    src_strides=tuple(rest[dims : dims + ndim]),
+                    param=dtypes[dtype],
+                    dst_offset=dst_offset,
+                    dst_strides=contiguous_strides(shape),
+                    shape=shape,
+                    tensor="",
+                )
+            )
+        out.append(Chunk(rank, num_bytes, reads, []))
+    return out
+
+
+# ---------------------------------------------------------------- sending
+
+
+class Sender:
+    """A trainer rank's stream to one worker. One thread at a time may use it.
+
+    Args:
+        channel: of the worker's engine.
+        member: the worker's number in it.
+        rank: this trainer rank.
+        check: "off" leaves the checksums out.
+    """
+
+    def __init__(self, channel: Channel, member: int, rank: int, check: str) -> None:
+        self._channel, self._member, self._check = channel, member, check
+        parts = from_request(channel.receive_bytes(member), rank)
+        self._parts = [(part.num_bytes, make_copier(CopyProgram(part.reads, []), channel.device)) for part in parts]
+        self._buffer = _buffer(parts, channel.device)
+        dtypes = {read.param for part in parts for read in part.reads}
+        self._views = {name: self._buffer.view(getattr(torch, name)) for name in dtypes}
+
+    @torch.no_grad()
+    def serve(self, version: int, arenas: Mapping[Source, torch.Tensor]) -> None:
+        """Send every chunk.
+
+        Raises:
+            RuntimeError: the worker has gone, or did not take one in time.
+        """
+        for num_bytes, copier in self._parts:
+            copier.bind(arenas, self._views)
+            copier.run()
+            _trailer(self._buffer, num_bytes).copy_(_seal(self._buffer[:num_bytes], version, self._check))
+            self._channel.send(self._buffer[: num_bytes + _TRAILER], self._member)
+
+
+# ---------------------------------------------------------------- receiving
+
+
+class Staging:
+    """A worker's staging arena, through which all its chunks pass, one after the other.
+
+    Args:
+        stages: the copies from other nodes, in groups that are applied together.
+        place: names the worker in errors.
+        check: see Receiver.
+        most: bytes of a chunk.
+    """
+
+    def __init__(
+        self, stages: Sequence[Sequence[Copy]], place: str, check: str, device: torch.device, most: int = MOST_BYTES
+    ) -> None:
+        self._place, self._check, self._device = place, check, device
+        self._chunks = [chunks(copies, most) for copies in stages]
+        self._copiers = [
+            [make_copier(CopyProgram(chunk.writes, []), device) for chunk in stage] for stage in self._chunks
+        ]
+        self._buffer: torch.Tensor | None = None
+        self._channel: Channel | None = None
+
+    @property
+    def ranks(self) -> list[int]:
+        """Trainer ranks that send something."""
+        return sorted({chunk.rank for stage in self._chunks for chunk in stage})
+
+    def open(self, channel: Channel, members: Mapping[int, int]) -> None:
+        """Tell every rank what it is to send. ``members``: rank -> its number in the channel."""
+        self._channel, self._members = channel, members
+        parts = [chunk for stage in self._chunks for chunk in stage]
+        self._buffer = _buffer(parts, self._device)
+        for rank in self.ranks:
+            channel.send_bytes(to_request([chunk for chunk in parts if chunk.rank == rank]), members[rank])
+
+    def receive(
+        self, stage: int, version: int, params: Mapping[str, torch.Tensor]
+    ) -> list[tuple[Copier, Callable[[], list[int]]]]:
+        """Take the chunks of one stage, and copy them into the parameters.
+
+        Returns:
+            Each copier that ran, with the answer of its check.
+
+        Raises:
+            WeightSyncError: a rank has gone or is late, sends another version, or its bytes have changed on the way.
+        """
+        checks = []
+        for chunk, copier in zip(self._chunks[stage], self._copiers[stage], strict=True):
+            copier.bind({(chunk.rank, STAGING): self._take(chunk, version)}, params)
+            copier.run()
+            checks.append((copier, copier.check(self._check, version)))
+        return checks
+
+    def _take(self, chunk: Chunk, version: int) -> torch.Tensor:
+        where, buffer = f"trainer rank {chunk.rank}", self._buffer
+        if self._channel is None or buffer is None:
+            raise WeightSyncError("copy", self._place, f"has no channel to {where}")
+        try:
+            self._channel.receive(buffer[: chunk.num_bytes + _TRAILER], self._members[chunk.rank])
+        except RuntimeError as error:
+            raise WeightSyncError("copy", self._place, f"{where} did not send its weights: {error}") from error
+        sent = _trailer(buffer, chunk.num_bytes).tolist()
+        if sent[0] != version:
+            raise WeightSyncError("version", self._place, f"{where} sends version {sent[0]}, expected {version}")
+        if sent != _seal(buffer[: chunk.num_bytes], version, self._check).tolist():
+            first = chunk.writes[0]
+            cause = f"{chunk.num_bytes} bytes from {where}, of {first.tensor} and others, arrived changed"
+            raise WeightSyncError("checksum", self._place, cause)
+        return buffer
+
+    def unbind(self) -> None:
+        """Keep nothing of the parameters."""
+        for copier in (copier for stage in self._copiers for copier in stage):
+            copier.unbind()
+
+    def close(self) -> None:
+        """Leave the channel; ranks that are sending to it stop."""
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = self._buffer = None
+
+
+def _buffer(parts: Sequence[Chunk], device: torch.device) -> torch.Tensor:
+    size = max((part.num_bytes for part in parts), default=0) + _TRAILER
+    return torch.zeros(size, dtype=torch.uint8, device=device)
+
+
+def _trailer(buffer: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    return buffer[num_bytes : num_bytes + _TRAILER].view(torch.int64)
+
+
+def _seal(data: torch.Tensor, version: int, check: str) -> torch.Tensor:
+    """The trailer of these bytes: int64 [2]. All of them are looked at, also by a sampled check: it costs little beside
+    a network, which nothing else looks at."""
+    total = bit_sum(data.view(torch.int64)) if check != "off" else torch.zeros((), dtype=torch.int64).to(data.device)
+    return torch.stack((torch.full_like(total, version), total))
