@@ -70,6 +70,7 @@ def check_meaning(config: Config) -> list[str]:
         _checkpoints,
         _experts,
         _cluster,
+        _weight_sync,
         _logs,
     )
     return [problem for part in parts for problem in part(config)]
@@ -255,6 +256,19 @@ def _experts(config: Config) -> Iterator[str]:
                 "--moe-enable-deepep: the package deep_ep is not installed here; install DeepEP, "
                 "or use --moe-token-dispatcher-type alltoall"
             )
+
+
+def _weight_sync(config: Config) -> Iterator[str]:
+    transport = config.weight_sync.update_weight_transport
+    useless = {
+        "planned": ["update_weight_disk_dir"],
+        "bucketed": ["update_weight_disk_dir", "check_weight_update"],
+        "distributed": ["update_weight_disk_dir"],
+        "disk": ["update_weight_buffer_size", "check_weight_update"],
+    }
+    for name in useless[transport]:
+        if is_given(config, name):
+            yield f"{_written(config, name)} means nothing with --update-weight-transport {transport}; leave it out"
 
 
 def _cluster(config: Config) -> Iterator[str]:
