@@ -50,7 +50,10 @@ def test_an_option_without_what_it_depends_on(problems: Problems, name: str, pro
     ("change", "problem"),
     [
         ("--kl-loss-coef 0.1 --kl-loss-type k1", "as a loss, k1 has an expected gradient of zero; use low_var_kl"),
-        ("--update-weight-disk-dir d", "--update-weight-disk-dir d means nothing with --update-weight-transport planned"),
+        (
+            "--update-weight-disk-dir d",
+            "--update-weight-disk-dir d means nothing with --update-weight-transport planned",
+        ),
         (
             "--update-weight-transport disk --check-weight-update full",
             "--check-weight-update full means nothing with --update-weight-transport disk; leave it out",
