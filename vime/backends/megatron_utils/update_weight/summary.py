@@ -10,14 +10,18 @@ from vime.backends.megatron_utils.update_weight.engine_update import EngineUpdat
 def engine_stats(update: EngineUpdate) -> dict[str, Any]:
     """What the summary needs of one engine."""
     slot = update.address.slot
-    total = local = 0
+    total = local = network = 0
     for worker, state in enumerate(update.states):
         by_rank = {int(rank): count for rank, count in state.get("bytes_by_rank", {}).items()}
+        senders = state.get("senders", [])
         total += sum(by_rank.values())
-        local += by_rank.get(slot.start + worker, 0) if slot is not None else 0
+        network += sum(by_rank.get(rank, 0) for rank in senders)
+        if slot is not None and slot.start + worker not in senders:
+            local += by_rank.get(slot.start + worker, 0)
     phases = ("direct", "staged", "check")  # on a GPU the first two only enqueue, and the last one waits
     copying = [sum(state["seconds"].get(phase, 0.0) for phase in phases) for state in update.states]
-    return {"bytes": total, "local": local, "copy": max(copying, default=0.0), "seconds": update.seconds}
+    moved = {"bytes": total, "local": local, "network": network}
+    return moved | {"copy": max(copying, default=0.0), "seconds": update.seconds}
 
 
 def summary(engines: list[dict[str, Any]], waited: float, seconds: float) -> dict[str, float]:
@@ -25,10 +29,10 @@ def summary(engines: list[dict[str, Any]], waited: float, seconds: float) -> dic
 
     ``bytes`` read by all workers; ``seconds`` in all; ``copy_seconds`` of the slowest worker and ``gb_per_second`` of
     all together while copying; ``local_share`` of the bytes came from the rank on the worker's own device,
-    ``link_share`` from others of its node; ``ready_seconds`` this rank waited for the slowest rank;
-    ``<phase>_seconds`` of the slowest engine.
+    ``link_share`` from others whose memory it opened, ``network_share`` was sent to it; ``ready_seconds`` this rank
+    waited for the slowest rank; ``<phase>_seconds`` of the slowest engine.
     """
-    total, local = sum(e["bytes"] for e in engines), sum(e["local"] for e in engines)
+    total, local, network = (sum(e[kind] for e in engines) for kind in ("bytes", "local", "network"))
     copying = max((e["copy"] for e in engines), default=0.0)
     out = {
         "bytes": float(total),
@@ -36,7 +40,8 @@ def summary(engines: list[dict[str, Any]], waited: float, seconds: float) -> dic
         "copy_seconds": copying,
         "gb_per_second": total / copying / 1e9 if copying else 0.0,
         "local_share": local / total if total else 0.0,
-        "link_share": (total - local) / total if total else 0.0,
+        "link_share": (total - local - network) / total if total else 0.0,
+        "network_share": network / total if total else 0.0,
         "ready_seconds": waited,
     }
     for phase in dict.fromkeys(phase for e in engines for phase in e["seconds"]):

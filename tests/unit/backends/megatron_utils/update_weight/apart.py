@@ -26,6 +26,7 @@ def sync(
     versions: int = 2,
     before: dict[int, dict[str, Any]] | None = None,
     dies: tuple[int, int] | None = None,
+    stale: bool = False,
     folder: str | None = None,
     **options: Any,
 ) -> list[dict[str, Any]]:
@@ -35,6 +36,7 @@ def sync(
         elsewhere: ranks on another node.
         before: version -> what an engine shall do at its next calls: {"engine": index, path: kinds}.
         dies: a rank, and the version in which it is killed after it has begun to send.
+        stale: the wrong rule of S10: from version 2 on, what is sent are the weights of version 1.
         folder: holds what UpdateWeightFromDisk writes.
     """
     config = make_config(**options | ({"update_weight_disk_dir": f"{folder}/weights"} if folder else {}))
@@ -49,6 +51,9 @@ def sync(
     me.update.connect_rollout_engines(addresses)
     found = []
     for version in range(1, versions + 1):
+        if stale and version == 2:
+            kept = {source: arena.clone() for source, arena in me.update._arenas().items()}
+            me.update._arenas = lambda: kept
         me.train(version)
         faults = dict((before or {}).get(version, {}))
         if faults and rank == 0:

@@ -48,7 +48,16 @@ def test_colocated_and_remote_engines_in_one_run(transport: str, engines: Callab
     for version, result in enumerate(found[0], start=1):
         _assert_synced(result, version, mixed)
     if transport == "planned":
-        assert 0 < found[0][1]["stats"]["local_share"] < 1
+        stats = found[0][1]["stats"]
+        assert all(0 < stats[share] < 1 for share in ("local_share", "link_share", "network_share")), stats
+
+
+def test_s10_turns_red_when_what_is_sent_is_not_what_is_read(engines: Callable[..., ToyEngine]) -> None:
+    mixed = [engines(0, Slot(2, 4)), engines(1, None, 2)]
+    found = _sync(TP2_PP2, mixed, elsewhere=(0, 1), stale=True, **SMALL)
+    _assert_synced(found[0][0], 1, mixed)
+    with pytest.raises(AssertionError):
+        _assert_synced(found[0][1], 2, mixed)
 
 
 def test_distributed_opens_no_memory(engines: Callable[..., ToyEngine]) -> None:
@@ -56,6 +65,7 @@ def test_distributed_opens_no_memory(engines: Callable[..., ToyEngine]) -> None:
     found = _sync(TP2, both, update_weight_transport="distributed", **SMALL)
     for version, result in enumerate(found[0], start=1):
         _assert_synced(result, version, both)
+        assert result["stats"]["network_share"] == 1
 
 
 def test_disk(engines: Callable[..., ToyEngine], tmp_path: Path) -> None:
