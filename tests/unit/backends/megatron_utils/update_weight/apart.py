@@ -53,7 +53,7 @@ def sync(
     for version in range(1, versions + 1):
         if stale and version == 2:
             kept = {source: arena.clone() for source, arena in me.update._arenas().items()}
-            me.update._arenas = lambda: kept
+            me.update._arenas = lambda kept=kept: kept
         me.train(version)
         faults = dict((before or {}).get(version, {}))
         if faults and rank == 0:
