@@ -92,8 +92,8 @@ class EngineClient:
         """
         self._call("POST", "/pause", query={"mode": mode}, timeout=timeout)
 
-    def resume(self) -> None:
-        self._call("POST", "/resume")
+    def resume(self, timeout: float | None = None) -> None:
+        self._call("POST", "/resume", timeout=timeout)
 
     def is_paused(self) -> bool:
         return bool(self._call("GET", "/is_paused")["is_paused"])
@@ -106,12 +106,12 @@ class EngineClient:
         """Take GPU memory again: ``["weights"]``, ``["kv_cache"]``, or all. After level 2 the weights are undefined."""
         self._call("POST", "/wake_up", query={"tags": list(tags)}, timeout=timeout)
 
-    def is_sleeping(self) -> bool:
-        return bool(self._call("GET", "/is_sleeping")["is_sleeping"])
+    def is_sleeping(self, timeout: float | None = None) -> bool:
+        return bool(self._call("GET", "/is_sleeping", timeout=timeout)["is_sleeping"])
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, timeout: float | None = None) -> None:
         """Forget the KV cache of earlier prompts, which new weights make wrong."""
-        reply = self._call("POST", "/reset_prefix_cache")
+        reply = self._call("POST", "/reset_prefix_cache", timeout=timeout)
         if isinstance(reply, dict) and reply.get("success") is False:
             raise self._error("POST /reset_prefix_cache", "blocks are still in use: pause first", retryable=True)
 

@@ -103,7 +103,8 @@ class EngineUpdate:
     def pause(self) -> None:
         """Until nothing runs: answers in flight end, new ones wait."""
         if self.resumes is None:
-            self.resumes = not self._client.is_sleeping()  # which is also true of one that is only paused
+            # "Sleeping" is also said of one that is only paused.
+            self.resumes = not self._client.is_sleeping(timeout=self._left())
         self._client.pause("wait", timeout=self._left())
 
     @_step("start")
@@ -128,9 +129,9 @@ class EngineUpdate:
 
     @_step("resume")
     def resume(self) -> None:
-        self._client.reset_prefix_cache()
+        self._client.reset_prefix_cache(timeout=self._left())
         if self.resumes:
-            self._client.resume()
+            self._client.resume(timeout=self._left())
 
     @_step("proof")
     def poison(self) -> None:

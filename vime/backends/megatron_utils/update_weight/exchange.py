@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from vime.weight_sync.arena import Stamp, open_arena
 from vime.weight_sync.shard_map import RankInfo
 
 _GRACE = 15.0  # seconds that a meeting waits beyond a phase's deadline: whoever ran into that one comes to say so
+_DYING = 2.0  # seconds for which a killed process may still be there after its connections have gone
 
 
 class Exchange:
@@ -87,9 +89,13 @@ class Exchange:
 
     def _absent(self) -> str:
         """The ranks of this node that have died, or else those that are behind."""
-        dead = [f"trainer rank {rank} (pid {pid}, dead)" for rank, (pid, _) in self._pages.items() if not _runs(pid)]
+        end = time.monotonic() + _DYING
+        while not (dead := [rank for rank, (pid, _) in self._pages.items() if not _runs(pid)]):
+            if time.monotonic() > end:
+                break
+            time.sleep(0.02)
         if dead or self._stamp is None:
-            return ", ".join(dead)
+            return ", ".join(f"trainer rank {rank} (pid {self._pages[rank][0]}, dead)" for rank in dead)
         mine = Stamp.meetings(self._stamp.arena.tensor)
         late = [(rank, pid) for rank, (pid, page) in self._pages.items() if Stamp.meetings(page) < mine]
         return ", ".join(f"trainer rank {rank} (pid {pid}, late)" for rank, pid in late)

@@ -28,6 +28,7 @@ from vime.backends.megatron_utils.update_weight.engine_update import EngineUpdat
 from vime.backends.megatron_utils.update_weight.exchange import Exchange, error_value, raise_first
 from vime.backends.megatron_utils.update_weight.summary import engine_stats, summary
 from vime.config import Config
+from vime.errors import WeightSyncError
 from vime.models.layout import ParallelLayout, checkpoint_tensors, pieces
 from vime.models.spec import ModelSpec
 from vime.types import EngineAddress
@@ -220,7 +221,15 @@ class UpdateWeightFromTensor:
         """
         started = time.perf_counter()
         chosen = [self._engines[index] for index in (sorted(self._engines) if only is None else only)]
-        handles = self._gather("ready", lambda: self._prepare(version))
+        by_plan = {engine.address.index for engine in chosen if self._is_planned(engine)}
+        by_bucket = {engine.address.index for engine in chosen if self._needs_buckets(engine)}
+
+        def ready() -> dict[str, Any] | None:
+            if by_bucket and self._stream is None:
+                self._stream = self._make_stream()  # now: if there is no memory for it, the others hear of it
+            return self._prepare(version)
+
+        handles = self._gather("ready", ready)
         moved = [part for part in handles if part is not None]
         waited = time.perf_counter() - started
 
@@ -234,8 +243,6 @@ class UpdateWeightFromTensor:
         updates = list(led.values())
         unsent: list[dict[str, Any]] = []
         self._open_channels(chosen)
-        by_plan = {engine.address.index for engine in chosen if self._is_planned(engine)}
-        by_bucket = {engine.address.index for engine in chosen if self._needs_buckets(engine)}
         try:
             with self._channels.serving(sorted(by_plan), version, self._arenas(), unsent):
                 for_each(updates, lambda update: self._begin(update, version, moved, by_plan, by_bucket))
@@ -327,9 +334,8 @@ class UpdateWeightFromTensor:
 
     def _send_buckets(self, updates: list[EngineUpdate], version: int, unsent: list[dict[str, Any]]) -> None:
         """Stream all tensors to these engines. All ranks take part, also those that lead none of them."""
-        if self._stream is None:
-            self._stream = self._make_stream()
         stream = self._stream
+        assert stream is not None
 
         def send_to(update: EngineUpdate, bucket: dict[str, Any], payload: torch.Tensor) -> None:
             index = update.address.index
@@ -343,7 +349,13 @@ class UpdateWeightFromTensor:
         def send(bucket: dict[str, Any], payload: torch.Tensor) -> None:
             for_each(updates, lambda update: send_to(update, bucket, payload))
 
-        disagreement = stream.run(send if updates else None)
+        try:
+            disagreement = stream.run(send if updates else None)
+        except WeightSyncError as error:  # a rank did not come: what it had still to bring is missing everywhere
+            for update in updates:
+                update.fail(error)
+            engines = tuple(sorted({*error.engines, *(update.address.index for update in updates)}))
+            raise WeightSyncError(error.phase, error.where, error.cause, engines) from error
         if disagreement is not None:
             for update in updates:
                 update.fail(disagreement)

@@ -5,20 +5,19 @@ Each returns plain data for the test to judge. ``mutant`` puts a wrong rule in, 
 
 from __future__ import annotations
 
-import os
-import signal
+import contextlib
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 
-from tests.unit.backends.megatron_utils.update_weight.toy_engine import Rank, ask, calls, digests
-from vime.backends.megatron_utils.update_weight import bucketed, exchange, update_weight_from_tensor
+from tests.unit.backends.megatron_utils.update_weight.toy_engine import Rank, ask, calls, digests, fail_at
+from vime.backends.megatron_utils.update_weight import bucketed, engine_update, exchange, update_weight_from_tensor
 from vime.errors import WeightSyncError
 from vime.models.layout import ParallelLayout
 from vime.types import EngineAddress
+from vime.weight_sync.arena import allocate, arena_of
 
 Undo = Callable[[], None]
 Mutant = Callable[[Rank], Undo]
@@ -31,6 +30,14 @@ def _replace(owner: Any, name: str, value: Any) -> Undo:
 
 
 # ---------------------------------------------------------------- wrong rules
+
+
+def copies_are_shared(me: Rank) -> Undo:
+    """S1: the engine reads other memory than the parameters themselves."""
+    copies = {}
+    for key, param in me.params.items():
+        copies[key] = allocate(param.nbytes)[: param.nbytes].view(param.dtype).view(param.shape).copy_(param)
+    return _replace(me.update, "_params", copies)
 
 
 def leader_is_tp_rank_0(me: Rank) -> Undo:
@@ -100,9 +107,41 @@ def metadata_is_not_compared(me: Rank) -> Undo:
     return _replace(bucketed, "_differs", lambda mine, theirs: False)
 
 
+def nobody_clears_an_open_update(me: Rank) -> Undo:
+    """vLLM refuses every update after one that nobody has finished."""
+    workers = engine_update.EngineUpdate._workers
+
+    def ask_only(self: Any, method: str, *args: Any) -> Any:
+        return [] if method == "vime_abort_weight_update" else workers(self, method, *args)
+
+    return _replace(engine_update.EngineUpdate, "_workers", ask_only)
+
+
+def serves_before_its_sync(me: Rank) -> Undo:
+    """S11: what is asked of the replaced engine meanwhile is answered with the weights it was started with."""
+    start = engine_update.EngineUpdate.start
+
+    def resume_and_start(self: Any) -> None:
+        self.resume()
+        start(self)
+
+    return _replace(engine_update.EngineUpdate, "start", resume_and_start)
+
+
+def is_only_connected(me: Rank) -> Undo:
+    """S11: the replaced engine has the shard map and none of the weights."""
+    update = me.update.update_weights
+
+    def update_nothing(version: int, only: list[int] | None = None) -> dict[str, float]:
+        return update(version, only and [])
+
+    return _replace(me.update, "update_weights", update_nothing)
+
+
 MUTANTS: dict[str, Mutant] = {
     f.__name__: f
     for f in (
+        copies_are_shared,
         leader_is_tp_rank_0,
         gather_over_tp_group,
         groups_by_members_only,
@@ -110,6 +149,9 @@ MUTANTS: dict[str, Mutant] = {
         barrier_in_the_loop,
         buffer_filled_too_early,
         metadata_is_not_compared,
+        serves_before_its_sync,
+        is_only_connected,
+        nobody_clears_an_open_update,
     )
 }
 
@@ -117,7 +159,7 @@ MUTANTS: dict[str, Mutant] = {
 # ---------------------------------------------------------------- what happened
 
 
-@contextmanager
+@contextlib.contextmanager
 def recorded(events: list[Any]) -> Iterator[None]:
     """Write down this rank's meetings and the groups it helped create, in order."""
     gather, add, new_group = exchange.Exchange.gather, exchange.Exchange.sum_in_place, dist.new_group
@@ -146,11 +188,17 @@ def recorded(events: list[Any]) -> Iterator[None]:
             step()
 
 
-def attempt(work: Callable[[], Any]) -> dict[str, Any]:
-    """The result of ``work``, or its WeightSyncError as data."""
+def arenas_of(me: Rank) -> list[Any]:
+    """Kind, pid and inode of the memory that this rank's parameters lie in."""
+    handles = [arena_of(param)[0].describe() for param in me.params.values()]
+    return sorted({(handle["kind"], handle["pid"], handle["inode"]) for handle in handles})
+
+
+def attempt(work: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    """The result of ``work(*args)``, or its WeightSyncError as data."""
     started = time.monotonic()
     try:
-        return {"stats": work()}
+        return {"stats": work(*args)}
     except WeightSyncError as error:
         seconds = time.monotonic() - started
         found = {"phase": error.phase, "where": error.where, "cause": error.cause, "engines": list(error.engines)}
@@ -172,7 +220,7 @@ def sync(
     me = Rank(rank, layout, **options)
     undo = MUTANTS[mutant](me) if mutant else None
     events: list[Any] = []
-    out: dict[str, Any] = {}
+    out: dict[str, Any] = {"arenas": arenas_of(me)}
     try:
         with recorded(events):
             out["connect"] = attempt(lambda: me.update.connect_rollout_engines(addresses))
@@ -185,7 +233,8 @@ def sync(
             if rank == 0:
                 out["first_calls"] = [calls(address) for address in addresses]
                 for address in addresses:
-                    ask(address, "/test/faults", {"/update_weights": ["slow 0.3"] * 3} if slow else {})
+                    if slow:
+                        fail_at(address, "/update_weights", *["slow 0.3"] * 3)
             dist.barrier()
             events.clear()
             me.train(2)
@@ -203,7 +252,11 @@ def sync(
 
 
 def replaced_engine(
-    rank: int, layout: ParallelLayout, addresses: list[EngineAddress], replacement: EngineAddress
+    rank: int,
+    layout: ParallelLayout,
+    addresses: list[EngineAddress],
+    replacement: EngineAddress,
+    mutant: str | None = None,
 ) -> dict[str, Any]:
     """The last engine is replaced: it alone is connected and synced."""
     me = Rank(rank, layout)
@@ -218,9 +271,12 @@ def replaced_engine(
             calls(address)
     dist.barrier()
     now = [*addresses[:-1], replacement]
+    undo = MUTANTS[mutant](me) if mutant else None
     me.update.connect_rollout_engines(now)
     out["stats"] = me.update.update_weights(1, only=[replacement.index])
     dist.barrier()
+    if undo is not None:
+        undo()
     if rank == 0:
         out["calls"] = [calls(address) for address in now]
         out["digests"] = [digests(address) for address in now]
@@ -228,88 +284,20 @@ def replaced_engine(
     return out
 
 
-def faults(
-    rank: int, layout: ParallelLayout, addresses: list[EngineAddress], each: dict[str, list[str]]
+def connect_only(
+    rank: int, layout: ParallelLayout, addresses: list[EngineAddress], mutant: str | None = None
 ) -> dict[str, Any]:
-    """Engine 1 fails once in each way, (label: call, kind); then everything is synced again."""
-    me = Rank(rank, layout, weight_update_timeout=5.0)
-    me.update.connect_rollout_engines(addresses)
-    me.train(0)
-    me.update.update_weights(0)
-    out: dict[str, Any] = {}
-    version = 1
-    for label, (call, kind) in each.items():
-        dist.barrier()
-        if rank == 0:
-            ask(addresses[1], "/test/faults", {call: [kind]})
-        dist.barrier()
-        me.train(version)
-        failed = attempt(lambda version=version: me.update.update_weights(version))
-        dist.barrier()
-        others = digests(addresses[0]) if rank == 0 else None
-        paused = ask(addresses[1], "/is_paused") if rank == 0 else None
-        dist.barrier()
-        me.train(version + 1)
-        again = attempt(lambda version=version: me.update.update_weights(version + 1))
-        dist.barrier()
-        found = [digests(address) for address in addresses] if rank == 0 else None
-        out[label] = {"failed": failed, "others": others, "paused": paused, "again": again, "digests": found}
-        version += 2
-    return out
-
-
-def a_rank_raises(rank: int, layout: ParallelLayout, addresses: list[EngineAddress]) -> dict[str, Any]:
-    """Rank 2 finds that its weights cannot be shared any more."""
-    me = Rank(rank, layout)
-    me.update.connect_rollout_engines(addresses)
-    dist.barrier()
-    if rank == 0:
-        for address in addresses:
-            calls(address)
-    private = dict(me.params)
-    if rank == 2:
-        for key in me.params:
-            me.params[key] = me.params[key].clone()
-    failed = attempt(lambda: me.update.update_weights(1))
-    dist.barrier()
-    asked = [calls(address) for address in addresses] if rank == 0 else None
-    me.params.update(private)
-    me.train(3)
-    again = attempt(lambda: me.update.update_weights(2))
-    dist.barrier()
-    return {"failed": failed, "calls": asked, "again": again}
-
-
-def dies_or_is_late(
-    rank: int, layout: ParallelLayout, addresses: list[EngineAddress], victim: int, kind: str
-) -> dict[str, Any]:
-    """``victim`` is killed before the ready meeting, while the others wait there; or comes too late."""
+    """Connect. Ranks that do not create the same groups may wait for each other in vain, for a shorter time then, or
+    get out of step: the last scenario of its processes."""
     exchange._GRACE = 1.0
-    me = Rank(rank, layout, weight_update_timeout=3.0)
-    me.update.connect_rollout_engines(addresses)
-    me.train(1)
-    me.update.update_weights(1)
-    if rank == victim:
-        if kind == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(8)
-    return attempt(lambda: me.update.update_weights(2))
-
-
-def engine_dies(rank: int, layout: ParallelLayout, addresses: list[EngineAddress]) -> dict[str, Any]:
-    """Engine 1 is killed by its own hand when the weights arrive."""
     me = Rank(rank, layout, weight_update_timeout=20.0)
-    me.update.connect_rollout_engines(addresses)
-    me.train(1)
-    me.update.update_weights(1)
-    dist.barrier()
-    if rank == 0:
-        ask(addresses[1], "/test/faults", {"/update_weights": ["die"]})
-    dist.barrier()
-    me.train(2)
-    failed = attempt(lambda: me.update.update_weights(2))
-    dist.barrier()
-    return {"failed": failed, "digests": [digests(addresses[0])] if rank == 0 else None}
+    undo = MUTANTS[mutant](me) if mutant else None
+    events: list[Any] = []
+    with recorded(events), contextlib.suppress(RuntimeError):  # a WeightSyncError, or one of torch's own
+        me.update.connect_rollout_engines(addresses)
+    if undo is not None:
+        undo()
+    return {"connect_events": events}
 
 
 def disagreeing_rank(
@@ -338,6 +326,11 @@ def disagreeing_rank(
     return out
 
 
-def run_all(rank: int, steps: list[tuple[str, str, dict[str, Any]]]) -> dict[str, Any]:
+def run_all(rank: int, steps: list[tuple[str, Callable[..., Any], dict[str, Any]]]) -> dict[str, Any]:
     """Several scenarios in the same processes: (label, scenario, arguments)."""
-    return {label: globals()[scenario](rank, **arguments) for label, scenario, arguments in steps}
+    return {label: scenario(rank, **arguments) for label, scenario, arguments in steps}
+
+
+def by_label(ranks: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """What :func:`run_all` found, label -> every rank's."""
+    return {label: [rank[label] for rank in ranks] for label in ranks[0]}

@@ -7,16 +7,24 @@ Processes are shared: all scenarios of one world size run one after the other in
 from __future__ import annotations
 
 import inspect
-import multiprocessing as mp
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from tests.distributed import run_ranks
-from tests.unit.backends.megatron_utils.update_weight.scenarios import dies_or_is_late, run_all
-from tests.unit.backends.megatron_utils.update_weight.toy_engine import ToyEngine, expected_digests, make_config
+from tests.unit.backends.megatron_utils.update_weight import scenarios
+from tests.unit.backends.megatron_utils.update_weight.scenarios import by_label, run_all, sync
+from tests.unit.backends.megatron_utils.update_weight.toy_engine import (
+    SPEC,
+    Rank,
+    ToyEngine,
+    expected_digests,
+    make_config,
+    processes,
+)
 from vime.models.layout import ParallelLayout
 from vime.types import Slot
 
@@ -30,29 +38,6 @@ PLANNED = [
 ]
 BUCKETED: dict[str, Any] = {"update_weight_transport": "bucketed", "check_weight_update": "off"}
 BUCKETED |= {"update_weight_buffer_size": 4096}
-WRONG_RULES = ("leader_is_tp_rank_0", "gather_over_tp_group", "barrier_in_the_loop")
-FAULTS = {
-    "pause": ["/pause", "no"],
-    "start": ["/start_weight_update", "no"],
-    "update": ["/update_weights", "no"],
-    "finish": ["/finish_weight_update", "no"],
-    "resume": ["/reset_prefix_cache", "no"],
-    "a worker": ["/update_weights", "worker"],
-    "too slow": ["/update_weights", "slow 8"],
-}
-
-
-@pytest.fixture(scope="module")
-def engines() -> Iterator[Callable[..., ToyEngine]]:
-    started: list[ToyEngine] = []
-
-    def start(*args: Any) -> ToyEngine:
-        started.append(ToyEngine(*args))
-        return started[-1]
-
-    yield start
-    for engine in started:
-        engine.stop()
 
 
 @pytest.fixture(scope="module")
@@ -60,61 +45,54 @@ def eight(engines: Callable[..., ToyEngine]) -> dict[str, list[dict[str, Any]]]:
     """Label -> every rank's result, with one 8-GPU engine: a topology that once failed."""
     engine = engines(0, Slot(0, 8)).address
     common = {"layout": TP4_CP2_EP8, "addresses": [engine]}
+    wrong = ("leader_is_tp_rank_0", "gather_over_tp_group", "barrier_in_the_loop", "buffer_filled_too_early")
     steps = [
-        ("planned", "sync", common),
-        ("bucketed", "sync", common | BUCKETED | {"slow": True}),
-        *[
-            (mutant, "sync", common | BUCKETED | {"mutant": mutant, "slow": mutant == "buffer_filled_too_early"})
-            for mutant in (
-                "leader_is_tp_rank_0",
-                "gather_over_tp_group",
-                "barrier_in_the_loop",
-                "buffer_filled_too_early",
-            )
-        ],
+        ("planned", sync, common),
+        ("bucketed", sync, common | BUCKETED | {"slow": True}),
+        *[(rule, sync, common | BUCKETED | {"mutant": rule, "slow": rule == wrong[-1]}) for rule in wrong],
     ]
-    return by_label(run_ranks(8, run_all, steps, timeout=280))
+    return by_label(run_ranks(8, run_all, steps, timeout=280, context=processes()))
 
 
 @pytest.fixture(scope="module")
 def four(engines: Callable[..., ToyEngine]) -> dict[str, list[dict[str, Any]]]:
     """The same with four ranks and several engines."""
-    singles = [engines(index, Slot(index, index + 1)) for index in range(4)]
-    pair, remote = engines(5, Slot(2, 4)), engines(6, None, 2)
-    replacement, mortal = engines(3, Slot(3, 4)), engines(1, Slot(1, 2))
-    addresses = [engine.address for engine in singles]
-    common = {"layout": TP2_PP2, "addresses": addresses}
-    mixed = {"layout": TP2_PP2, "addresses": [addresses[0], pair.address, remote.address]}
+    singles = [engines(index, Slot(index, index + 1)).address for index in range(4)]
+    pair, remote = engines(5, Slot(2, 4)).address, engines(6, None, 2).address
+    common = {"layout": TP2_PP2, "addresses": singles}
+    mixed = {"layout": TP2_PP2, "addresses": [singles[0], pair, remote]}
+    wrong = ("serves_before_its_sync", "is_only_connected")
     steps = [
-        ("planned", "sync", common),
-        ("group_for_every_slot", "sync", common | {"mutant": "group_for_every_slot"}),
-        ("mixed", "sync", mixed),
-        ("mixed bucketed", "sync", mixed | BUCKETED),
-        ("faults", "faults", common | {"each": FAULTS}),
-        ("a rank raises", "a_rank_raises", common),
-        ("replaced", "replaced_engine", common | {"replacement": replacement.address}),
-        ("engine dies", "engine_dies", common | {"addresses": [addresses[0], mortal.address]}),
+        ("planned", sync, common),
+        ("copies_are_shared", sync, common | {"mutant": "copies_are_shared", "check_weight_update": "off"}),
+        ("group_for_every_slot", sync, common | {"mutant": "group_for_every_slot"}),
+        ("mixed", sync, mixed),
+        ("mixed bucketed", sync, mixed | BUCKETED),
+        *[
+            (rule or "replaced", scenarios.replaced_engine, common | {"mutant": rule, "replacement": engine.address})
+            for rule in (None, *wrong)
+            for engine in [engines(3, Slot(3, 4))]
+        ],
+        # The last: in it ranks may lose each other.
+        ("groups_by_members_only", scenarios.connect_only, mixed | {"mutant": "groups_by_members_only"}),
     ]
-    return by_label(run_ranks(4, run_all, steps, timeout=280))
+    return by_label(run_ranks(4, run_all, steps, timeout=280, context=processes()))
 
 
 @pytest.fixture(scope="module")
 def two(engines: Callable[..., ToyEngine]) -> dict[str, list[dict[str, Any]]]:
     """TP1, two ranks, one 2-GPU engine: another topology that once failed, since rank 1 also is TP rank 0."""
     common = {"layout": DP2, "addresses": [engines(0, Slot(0, 2)).address]}
+    differ = scenarios.disagreeing_rank
     steps = [
-        ("planned", "sync", common),
-        ("bucketed", "sync", common | BUCKETED),
-        ("leader_is_tp_rank_0", "sync", common | BUCKETED | {"mutant": "leader_is_tp_rank_0"}),
-        ("names", "disagreeing_rank", common | {"what": "names"}),
-        ("dtypes", "disagreeing_rank", common | {"what": "dtypes"}),
-        ("dtypes unseen", "disagreeing_rank", common | {"what": "dtypes", "mutant": "metadata_is_not_compared"}),
+        ("planned", sync, common),
+        ("bucketed", sync, common | BUCKETED),
+        ("leader_is_tp_rank_0", sync, common | BUCKETED | {"mutant": "leader_is_tp_rank_0"}),
+        ("names", differ, common | {"what": "names"}),
+        ("dtypes", differ, common | {"what": "dtypes"}),
+        ("dtypes unseen", differ, common | {"what": "dtypes", "mutant": "metadata_is_not_compared"}),
     ]
-    return by_label(run_ranks(2, run_all, steps, timeout=280))
-
-
-def by_label(ranks: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    return {label: [rank[label] for rank in ranks] for label in ranks[0]}
+    return by_label(run_ranks(2, run_all, steps, timeout=280, context=processes()))
 
 
 # ---------------------------------------------------------------- judgements; each is also seen to turn red
@@ -127,6 +105,14 @@ def judge_synced(ranks: list[dict[str, Any]], workers: list[int]) -> None:
         assert "error" not in rank["second"], rank["second"]
     for found, count in zip(ranks[0]["digests"], workers, strict=True):
         assert found == expected_digests(2, count)
+
+
+def judge_arenas(ranks: list[dict[str, Any]]) -> None:
+    """S1: every engine was told to read the memory that the ranks' parameters themselves lie in, and no other."""
+    for engine in ranks[0]["calls"]:
+        assert engine["arenas"]
+        for rank, told in engine["arenas"].items():
+            assert {tuple(arena) for arena in told} == set(ranks[int(rank)]["arenas"])
 
 
 def judge_one_leader(ranks: list[dict[str, Any]]) -> None:
@@ -161,6 +147,36 @@ def judge_meetings(ranks: list[dict[str, Any]]) -> None:
         assert kinds[-1] == "gather done"
 
 
+def judge_sleep(engines: list[Any]) -> None:
+    """S7."""
+    assert [command.argv.count("--enable-sleep-mode") for command in engines] == [1] * 4
+
+
+def judge_served_after_sync(calls: list[str]) -> None:
+    """S11: the replaced engine was connected and got all weights, and then, once, was told to generate."""
+    order = [*("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update")]
+    assert [call for call in calls if call in order or call == "/resume"][-4:] == [*order[1:], "/resume"], calls
+    assert order[0] in calls
+    assert calls.count("/resume") == 1
+
+
+@contextmanager
+def environment_untouched() -> Iterator[None]:
+    """S8: fails at the statement that writes os.environ, and afterwards if a library below Python has done so."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("os.environ was written")
+
+    before = dict(os.environ)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("__setitem__", "__delitem__", "update", "setdefault", "pop", "__ior__"):
+            patch.setattr(type(os.environ), name, refuse)
+        for name in ("putenv", "unsetenv"):
+            patch.setattr(os, name, refuse)
+        yield
+    assert dict(os.environ) == before
+
+
 def red(judgement: Callable[..., None], *args: Any) -> None:
     with pytest.raises((AssertionError, KeyError)):
         judgement(*args)
@@ -174,6 +190,13 @@ def test_s1_one_class_with_two_methods() -> None:
 
     assert list(inspect.signature(UpdateWeightFromTensor.connect_rollout_engines).parameters) == ["self", "addresses"]
     assert list(inspect.signature(UpdateWeightFromTensor.update_weights).parameters) == ["self", "version", "only"]
+
+
+def test_s1_engines_read_the_parameters_themselves(eight: dict[str, Any], four: dict[str, Any]) -> None:
+    judge_arenas(eight["planned"])
+    judge_arenas(four["planned"])
+    red(judge_arenas, four["copies_are_shared"])
+    red(judge_synced, four["copies_are_shared"], [1, 1, 1, 1])  # which also are old by the second sync
 
 
 @pytest.mark.parametrize("path", ["planned", "bucketed"])
@@ -199,6 +222,7 @@ def test_s3_a_group_per_slot_of_several_ranks_made_by_everybody(eight: dict[str,
     judge_groups(eight["bucketed"], [list(range(8))])
     judge_groups(four["mixed"], [[2, 3]])
     red(judge_groups, eight["gather_over_tp_group"], [list(range(8))])
+    red(judge_groups, four["groups_by_members_only"], [[2, 3]])
 
 
 def test_s4_a_handle_for_every_gpu_of_the_engine(eight: dict[str, Any], two: dict[str, Any]) -> None:
@@ -227,40 +251,73 @@ def test_s6_no_barrier_in_the_loop_and_no_bucket_is_overwritten(eight: dict[str,
 # ---------------------------------------------------------------- S7, S8: the engines' commands
 
 
-def commands(monkeypatch: pytest.MonkeyPatch, **cluster: Any) -> list[Any]:
-    from tests.unit.backends.megatron_utils.update_weight.toy_engine import SPEC
+def commands(**cluster: Any) -> list[Any]:
+    """Of four engines of one GPU, made one after the other from the same options."""
     from vime.backends.vllm_utils.command import engine_command
     from vime.config import ClusterOptions
 
     config = make_config()
     config.cluster = ClusterOptions(actor_num_gpus_per_node=4, rollout_num_gpus=4, **cluster)
-
-    def refuse(*_: Any) -> None:
-        raise AssertionError("os.environ was written")
-
-    with monkeypatch.context() as patch:
-        for name in ("__setitem__", "__delitem__", "update", "setdefault"):
-            patch.setattr(type(os.environ), name, refuse)
-        return [
-            engine_command(config, SPEC, index, device="cuda", gpu_ids=[index], vllm_version="0.26.0")
-            for index in range(4)
-        ]
+    return [
+        engine_command(config, SPEC, index, device="cuda", gpu_ids=[index], vllm_version="0.26.0") for index in range(4)
+    ]
 
 
-@pytest.mark.parametrize("cluster", [{"colocate": True}, {"offload_rollout": True}])
+@pytest.mark.parametrize("cluster", [{"colocate": True}, {"offload_rollout": True}, {"offload": True}])
 def test_s7_every_engine_can_sleep(monkeypatch: pytest.MonkeyPatch, cluster: dict[str, Any]) -> None:
-    for command in commands(monkeypatch, **cluster):
-        assert command.argv.count("--enable-sleep-mode") == 1
+    from vime.backends.vllm_utils import command
+
+    judge_sleep(commands(**cluster))
+    given: list[int] = []
+
+    def once_per_process(_: Any) -> bool:
+        given.append(1)
+        return len(given) == 1
+
+    monkeypatch.setattr(command, "sleeps", once_per_process)
+    red(judge_sleep, commands(**cluster))
+
+    monkeypatch.undo()
+    arguments = command.as_arguments
+
+    def as_the_launch_before(flag: str, value: Any) -> list[str]:  # which left it where this one begins
+        return arguments(flag, value) * (1 + (flag == "enable-sleep-mode"))
+
+    monkeypatch.setattr(command, "as_arguments", as_the_launch_before)
+    red(judge_sleep, commands(**cluster))
 
 
 def test_s8_no_constructor_writes_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.unit.backends.megatron_utils.update_weight.toy_engine import Rank
+    """What an engine's process needs is in its command; nothing that is made on the way to it, or to a trainer's end of
+    the update, writes this process's environment."""
+    from vime.backends.vllm_utils.client import AsyncEngineClient, EngineClient
+    from vime.backends.vllm_utils.engine import EngineProcess
+    from vime.backends.vllm_utils.weight_guard import WeightGuard
 
-    made = commands(monkeypatch, colocate=True)  # fails by itself if it writes
+    made: list[Any] = []
+    makers: Mapping[str, Callable[[], Any]] = {
+        "engine_command": lambda: made.extend(commands(colocate=True)),
+        "EngineProcess": lambda: EngineProcess(made[0], os.devnull),
+        "EngineClient": lambda: EngineClient("http://127.0.0.1:1"),
+        "AsyncEngineClient": lambda: AsyncEngineClient("http://127.0.0.1:1"),
+        "WeightGuard": lambda: WeightGuard(None),  # type: ignore[arg-type]
+        "UpdateWeightFromTensor": lambda: Rank(0, ParallelLayout(world_size=1)),
+    }
+    for make in makers.values():
+        with environment_untouched():
+            make()
     assert [command.env["CUDA_VISIBLE_DEVICES"] for command in made] == ["0", "1", "2", "3"]
-    before = dict(os.environ)
-    Rank(0, ParallelLayout(world_size=1))
-    assert dict(os.environ) == before
+
+    # As constructors have done it: for the engine's sake, in the process that starts it.
+    initialise = EngineProcess.__init__
+
+    def writing(self: Any, *args: Any) -> None:
+        initialise(self, *args)
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+
+    monkeypatch.setattr(EngineProcess, "__init__", writing)
+    with pytest.raises(AssertionError, match=r"os\.environ was written"), environment_untouched():
+        makers["EngineProcess"]()
 
 
 # ---------------------------------------------------------------- S9 to S11
@@ -290,11 +347,13 @@ def test_s11_a_replaced_engine_is_connected_and_synced_and_the_others_left_alone
     assert rank["digests"] == [expected_digests(1, 1)] * 4
     for calls in rank["calls"][:-1]:
         assert calls == ["vime_abort_weight_update", "vime_weight_state"]
-    assert "/init_weight_transfer_engine" in rank["calls"][-1]
-    assert rank["calls"][-1].count("/resume") == 1
+    judge_served_after_sync(rank["calls"][-1])
+    red(judge_served_after_sync, four["serves_before_its_sync"][0]["calls"][-1])
+    red(judge_served_after_sync, four["is_only_connected"][0]["calls"][-1])
+    assert four["is_only_connected"][0]["digests"][-1] != expected_digests(1, 1)
 
 
-# ---------------------------------------------------------------- proof, figures, failures
+# ---------------------------------------------------------------- proof and figures
 
 
 def test_the_first_sync_runs_both_paths_on_poisoned_weights(four: dict[str, Any]) -> None:
@@ -312,76 +371,3 @@ def test_figures_are_the_same_on_every_rank_and_say_where_bytes_came_from(eight:
     assert stats[0]["local_share"] + stats[0]["link_share"] == pytest.approx(1)
     assert 0 < stats[0]["local_share"] < 1
     assert {f"{phase}_seconds" for phase in ("pause", "start", "update", "finish", "resume")} <= set(stats[0])
-
-
-@pytest.mark.parametrize("label", list(FAULTS))
-def test_an_engines_failure_reaches_every_rank_and_the_next_sync_succeeds(four: dict[str, Any], label: str) -> None:
-    errors = [rank["faults"][label]["failed"]["error"] for rank in by_rank(four)]
-    assert all(error == errors[0] for error in errors)
-    assert errors[0]["phase"] == (label if label in ("pause", "start", "finish", "resume") else "update")
-    assert errors[0]["where"].startswith("engine 1 (http://")
-    causes = {"a worker": "worker 0: RuntimeError: out of memory", "too slow": "no answer within"}
-    assert causes.get(label, "Call to collective_rpc method failed: no") in errors[0]["cause"]
-    assert errors[0]["engines"] == [1]
-    assert all(rank["faults"][label]["failed"]["seconds"] < 7 for rank in by_rank(four))  # the deadline is 5 s
-    first = four["faults"][0][label]
-    version = 1 + 2 * list(FAULTS).index(label)
-    assert first["others"] == expected_digests(version, 1)  # the other engines have the new weights
-    if label != "pause":
-        assert first["paused"] == {"is_paused": True}  # it serves nothing meanwhile
-    for rank in by_rank(four):
-        assert "error" not in rank["faults"][label]["again"]
-    assert first["digests"] == [expected_digests(version + 1, 1)] * 4
-
-
-def by_rank(results: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    return [{label: ranks[number] for label, ranks in results.items()} for number in range(len(results["planned"]))]
-
-
-def test_an_engine_that_dies_is_named_and_the_others_have_the_new_weights(four: dict[str, Any]) -> None:
-    errors = [rank["failed"]["error"] for rank in four["engine dies"]]
-    assert all(error == errors[0] for error in errors)
-    assert (errors[0]["phase"], errors[0]["engines"]) == ("update", [1])
-    assert "connection lost" in errors[0]["cause"]
-    assert four["engine dies"][0]["digests"] == [expected_digests(2, 1)]
-
-
-def test_a_ranks_failure_reaches_every_rank_before_anything_is_written(four: dict[str, Any]) -> None:
-    for rank in four["a rank raises"]:
-        error = rank["failed"]["error"]
-        assert (error["phase"], error["where"], error["engines"]) == ("ready", "trainer rank 2", [])
-        assert "private memory" in error["cause"]
-        assert "error" not in rank["again"]
-    assert four["a rank raises"][0]["calls"] == [[]] * 4
-
-
-def _outcome(rank: int, store: str, results: Any, arguments: dict[str, Any]) -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    results.put((rank, dies_or_is_late(rank, **arguments)))
-
-
-@pytest.mark.parametrize("kind", ["killed", "late"])
-def test_a_rank_that_does_not_come_is_named_within_the_deadline(
-    engines: Callable[..., ToyEngine], tmp_path: Any, kind: str
-) -> None:
-    addresses = [engines(0, Slot(0, 1)).address]
-    arguments = {"layout": DP2, "addresses": addresses, "victim": 1, "kind": kind}
-    context = mp.get_context("spawn")
-    results = context.Queue()
-    ranks = [
-        context.Process(target=_outcome, args=(rank, str(tmp_path / "store"), results, arguments), daemon=True)
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    rank, outcome = results.get(timeout=120)
-    for process in ranks:
-        process.kill()
-        process.join(10)
-    assert rank == 0
-    assert outcome["seconds"] < 7.5
-    words = "dead" if kind == "killed" else "late"
-    assert outcome["error"]["where"] == f"trainer rank 1 (pid {ranks[1].pid}, {words})"
-    assert outcome["error"]["phase"] == "ready"

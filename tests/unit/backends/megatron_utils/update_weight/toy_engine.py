@@ -1,5 +1,16 @@
 """An engine in a process of its own that answers vLLM's weight update routes, on the toy model: real HTTP, real shared
-memory, real sessions; only the model is small and vLLM is not there. And the trainer's ranks that it is updated by."""
+memory, real sessions; only the model is small and vLLM is not there. And the trainer's ranks that it is updated by.
+
+An engine can be told to fail (:func:`fail_at`). Kinds of failure, of its next answer to one call:
+
+* ``no``: refuse it, as a server that raises;
+* ``slow N``: be busy for N seconds first, with everything else waiting, as vLLM's engine core does;
+* ``die``: end by SIGKILL instead;
+* ``worker``: have the last worker raise in its step;
+* ``twice``: do it a second time as well;
+* ``flip``: change one bit of what the first copy has brought;
+* ``flip unseen``: the same, after the check.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +20,10 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from typing import Any
 from urllib.parse import urlparse
 
@@ -22,8 +35,9 @@ from vime.config import CheckpointOptions, Config, RolloutOptions, WeightSyncOpt
 from vime.models.layout import ParallelLayout, checkpoint_tensors, parameter_shapes, pieces
 from vime.models.spec import ModelSpec
 from vime.types import EngineAddress, Slot
+from vime.weight_sync import copy_cpu
 from vime.weight_sync.arena import allocate
-from vime.weight_sync.session import InitInfo, Session, UpdateInfo
+from vime.weight_sync.session import ChannelInfo, InitInfo, Session, UpdateInfo
 
 SPEC = ModelSpec(
     family="qwen3_moe",
@@ -74,6 +88,7 @@ class _Server:
         self.active = [False] * workers
         self.calls: list[str] = []
         self.devices: list[list[str]] = []  # of each bucket's payload
+        self.arenas: dict[str, list[Any]] = {}  # rank -> kind, pid, inode of the memory it was told to read
         self.faults: dict[str, list[str]] = {}  # path -> what its next calls do
         self.paused = False
         self.lock = threading.Lock()
@@ -84,22 +99,26 @@ class _Server:
             return {}
         if path == "/test/calls":
             calls, self.calls, devices, self.devices = self.calls, [], self.devices, []
-            return {"calls": calls, "devices": devices}
+            return {"calls": calls, "devices": devices, "arenas": self.arenas}
         name = path if path != "/collective_rpc" else body["method"]
         with self.lock:
             self.calls.append(name)
-        fault = self.faults.get(name, [])
-        if fault:
-            kind = fault.pop(0)
+            fault = self.faults.get(name, [])
+            kind = fault.pop(0) if fault else "pass"
             if kind == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if kind == "worker":
-                self.models[-1].fails = RuntimeError("out of memory")
+            elif kind == "worker":
+                _raise_once(self.sessions[-1], _STEPS[name])
+            elif kind == "flip":
+                _flip_once(0)
+            elif kind == "twice":
+                self._do(path, body)
+            elif kind == "flip unseen":
+                _flip(self.models[0].direct()["model.norm.weight"])
             elif kind.startswith("slow"):
                 time.sleep(float(kind.split()[1]))
             elif kind != "pass":
                 raise RuntimeError(kind)
-        with self.lock:
             return self._do(path, body)
 
     def _do(self, path: str, body: dict[str, Any]) -> Any:
@@ -110,10 +129,18 @@ class _Server:
         elif path == "/reset_prefix_cache":
             return {"success": True}
         elif path == "/collective_rpc":
-            answers = [self._rpc(rank, body["method"]) for rank in range(len(self.sessions))]
+            with ThreadPoolExecutor(len(self.sessions)) as workers:  # they meet in a channel
+                calls = [
+                    workers.submit(self._rpc, rank, body["method"], *body["args"][1:])
+                    for rank in range(len(self.sessions))
+                ]
+                answers = [call.result() for call in calls]
             token = {"token": body["args"][0] if body["args"] else ""}
             return {"results": [{"failure": None, **answer, **token} for answer in answers]}
         elif path == "/init_weight_transfer_engine":
+            for info in body["init_info"]["shards"]["ranks"]:
+                found = [[arena[key] for key in ("kind", "pid", "inode")] for arena in info["arenas"]]
+                self.arenas[str(info["rank"])] = found
             for session in self.sessions:
                 session.attempt("connect", InitInfo(**body["init_info"]))
         elif path == "/start_weight_update":
@@ -125,7 +152,7 @@ class _Server:
         elif path == "/update_weights":
             bucket = body["update_info"].get("bucket")
             if bucket:
-                self.devices.append(sorted(bucket["handles"]))
+                self.devices.append(sorted(bucket.get("handles", ())))
             for rank, session in enumerate(self.sessions):
                 if not self.active[rank]:
                     raise RuntimeError("start_weight_update must be called before update_weights.")
@@ -140,7 +167,7 @@ class _Server:
             raise KeyError(path)
         return {}
 
-    def _rpc(self, rank: int, method: str) -> dict[str, Any]:
+    def _rpc(self, rank: int, method: str, *args: Any) -> dict[str, Any]:
         session = self.sessions[rank]
         if method == "vime_weight_state":
             return session.state()
@@ -148,12 +175,45 @@ class _Server:
             return {"digests": {name: str(value) for name, value in session.model.digests().items()}}
         if method == "vime_poison_weights":
             session.model.poison()
+        elif method == "vime_open_channel":
+            session.attempt("open_channel", ChannelInfo(**args[0]))
         elif method == "vime_abort_weight_update":
-            session.abort()
+            session.abort(*args)
             self.active[rank] = False
         else:
             raise KeyError(method)
         return {}
+
+
+_STEPS = {
+    "/init_weight_transfer_engine": "connect",
+    "/start_weight_update": "start",
+    "/update_weights": "receive",
+    "/finish_weight_update": "finish",
+}
+
+
+def _raise_once(session: Session, step: str) -> None:
+    def fail(*_: Any) -> None:
+        delattr(session, step)
+        raise RuntimeError("out of memory")
+
+    setattr(session, step, fail)
+
+
+def _flip(tensor: torch.Tensor) -> None:
+    tensor.view(torch.int32)[(0,) * tensor.dim()] ^= 1 << 13
+
+
+def _flip_once(number: int) -> None:
+    run = copy_cpu.CpuCopier.run
+
+    def run_and_flip(self: copy_cpu.CpuCopier) -> None:
+        copy_cpu.CpuCopier.run = run
+        run(self)
+        _flip(self._targets[number])
+
+    copy_cpu.CpuCopier.run = run_and_flip
 
 
 def _serve(workers: int, ready: Connection) -> None:
@@ -187,13 +247,20 @@ def _serve(workers: int, ready: Connection) -> None:
     server.serve_forever()
 
 
+def processes() -> ForkServerContext:
+    """Where engines and ranks come from: forks of a process that has imported torch, 0.1 s each instead of 4."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([__name__, __name__.replace("toy_engine", "scenarios")])
+    return context
+
+
 class ToyEngine:
     """A running engine, from the test's side."""
 
     def __init__(self, index: int, slot: Slot | None, workers: int | None = None) -> None:
         self.workers = workers if workers is not None else (slot.end - slot.start if slot else 1)
         self._slot, self._index = slot, index
-        context = mp.get_context("spawn")
+        context = processes()
         self._ready, theirs = context.Pipe(duplex=False)
         self.process = context.Process(target=_serve, args=(self.workers, theirs), daemon=True)
         self.process.start()
@@ -221,6 +288,11 @@ def ask(address: EngineAddress, path: str, body: dict[str, Any] | None = None) -
 def calls(address: EngineAddress) -> list[str]:
     """What the engine was asked since the last time, in order."""
     return ask(address, "/test/calls")["calls"]
+
+
+def fail_at(address: EngineAddress, call: str, *kinds: str) -> None:
+    """Let the engine's next answers to a route, or to a worker's method, fail in these ways, one after the other."""
+    ask(address, "/test/faults", {call: list(kinds)})
 
 
 def digests(address: EngineAddress) -> list[dict[str, str]]:

@@ -1,0 +1,152 @@
+"""Serving keeps to S11: an engine that takes another's place has the weights of the current version before anybody gets
+its address. Real updates of toy engines in processes of their own; only Ray is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from tests.unit.backends.megatron_utils.update_weight.toy_engine import (
+    Rank,
+    ToyEngine,
+    digests,
+    expected_digests,
+    fail_at,
+    make_config,
+)
+from vime.cluster.serving import Serving
+from vime.errors import EngineError, WeightSyncError
+from vime.models.layout import ParallelLayout
+from vime.types import EngineAddress, Slot
+
+
+class Trainer:
+    """One rank, in this process, as a TrainerGroup is called."""
+
+    def __init__(self) -> None:
+        self.rank = Rank(0, ParallelLayout(world_size=1))
+        self.connect = self.rank.update.connect_rollout_engines
+        self.update_weights = self.rank.update.update_weights
+
+
+class Engines:
+    """Toy engines, as an EngineGroup is called. As there, a death shows late: at the second look, unless it is waited
+    for."""
+
+    def __init__(self) -> None:
+        self.running = [ToyEngine(0, Slot(0, 1)), ToyEngine(1, None)]
+        self.ended: list[ToyEngine] = []
+        self.replaced: list[int] = []
+        self.restarts = 3
+        self._looks: list[int] = []
+
+    @property
+    def addresses(self) -> list[EngineAddress]:
+        return [engine.address for engine in self.running]
+
+    def dead(self, suspects: Sequence[int] = ()) -> dict[int, str]:
+        for index in suspects:
+            self.running[index].process.join(2)
+        ended = [index for index, engine in enumerate(self.running) if not engine.process.is_alive()]
+        before, self._looks = self._looks, ended
+        return {index: "killed" for index in ended if index in before or index in suspects}
+
+    def replace(self, index: int, cause: str) -> None:
+        if self.restarts <= len(self.replaced):
+            raise EngineError(f"engine {index} died ({cause}) and the restarts have been used up")
+        self.replaced.append(index)
+        self.ended.append(self.running[index])
+        self.running[index] = ToyEngine(index, (Slot(0, 1), None)[index])
+
+    def stop(self) -> None:
+        for engine in self.running + self.ended:
+            engine.stop()
+
+
+@pytest.fixture
+def engines() -> Iterator[Engines]:
+    group = Engines()
+    yield group
+    group.stop()
+
+
+def kill(engines: Engines, index: int) -> None:
+    """End an engine; somebody has noticed."""
+    engines.running[index].stop()
+    engines.dead()
+
+
+def serving(engines: Engines) -> tuple[Serving, Trainer]:
+    trainer = Trainer()
+    return Serving(make_config(), "cpu", trainer, engines), trainer  # type: ignore[arg-type]
+
+
+def judge_recovered(engines: Engines) -> None:
+    """Whoever is given the address of the new engine 1 finds the weights of version 5 there."""
+    served, trainer = serving(engines)
+    trainer.rank.train(5)
+    served.start(5)
+    kill(engines, 1)
+    address = served.recover(1)
+    assert address == engines.addresses[1]
+    assert engines.replaced == [1]
+    assert digests(address) == expected_digests(5, 1)
+
+
+def test_s11_an_engine_that_died_while_answering_comes_back_with_the_weights(engines: Engines) -> None:
+    judge_recovered(engines)
+
+
+@pytest.mark.parametrize("forgotten", ["connect", "update_weights"])
+def test_s11_wrong_rules_are_seen(engines: Engines, monkeypatch: pytest.MonkeyPatch, forgotten: str) -> None:
+    """A replaced engine that is not connected, or not synced, before its address is given away."""
+    recover = Serving.recover
+
+    def recover_in_part(self: Any, index: int) -> EngineAddress:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self._trainer, forgotten, lambda *_: {})
+            return recover(self, index)
+
+    monkeypatch.setattr(Serving, "recover", recover_in_part)
+    with pytest.raises((AssertionError, WeightSyncError)):
+        judge_recovered(engines)
+
+
+def test_an_engine_that_lives_is_not_replaced(engines: Engines) -> None:
+    served, _ = serving(engines)
+    served.start(0)
+    before = engines.addresses
+    assert served.recover(0) == before[0]
+    assert engines.addresses == before
+
+
+def test_an_engine_that_dies_in_an_update_is_replaced_and_all_get_the_weights(engines: Engines) -> None:
+    served, trainer = serving(engines)
+    served.start(0)
+    fail_at(engines.addresses[1], "/update_weights", "die")
+    trainer.rank.train(1)
+    served.to_engines(1)
+    assert engines.replaced == [1]
+    assert served.version == 1
+    assert [digests(address) for address in engines.addresses] == [expected_digests(1, 1)] * 2
+
+
+def test_an_update_that_fails_though_every_engine_lives_ends_the_run(engines: Engines) -> None:
+    served, _ = serving(engines)
+    served.start(0)
+    fail_at(engines.addresses[1], "/update_weights", "worker")
+    with pytest.raises(WeightSyncError, match="out of memory") as caught:
+        served.to_engines(1)
+    assert caught.value.engines == (1,)
+    assert served.version == 0
+
+
+def test_restarts_are_limited(engines: Engines) -> None:
+    served, _ = serving(engines)
+    engines.restarts = 0
+    served.start(0)
+    kill(engines, 1)
+    with pytest.raises(EngineError, match="used up"):
+        served.recover(1)
