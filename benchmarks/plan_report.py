@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import heapq
 import platform
 import shlex
 import sys
@@ -67,6 +68,30 @@ def predicted(found: dict[str, Way]) -> dict[str, float]:
     }
 
 
+def streamed(result: Result) -> float:
+    """Seconds until every worker has what it reads over the network, one source after the other in the order of
+    vime.weight_sync.remote, each source serving one worker at a time, first come, first served."""
+    wanted = {
+        reader: [(source, n) for source, n in in_order(result.case, reader, read) if n]
+        for reader, read in result.read.items()
+    }
+    free: dict[int, float] = defaultdict(float)  # source -> when it has served all that came until now
+    ready = [(0.0, reader, 0) for reader in wanted]
+    end = 0.0
+    while ready:
+        now, reader, number = heapq.heappop(ready)
+        end = max(end, now)
+        if number < len(wanted[reader]):
+            source, n = wanted[reader][number]
+            free[source] = max(now, free[source]) + n / NETWORK
+            heapq.heappush(ready, (free[source], reader, number + 1))
+    return end
+
+
+def in_order(case: Case, reader: int, read: dict[int, int]) -> list[tuple[int, int]]:
+    return sorted((source, n) for source, n in read.items() if way_of(case, reader, source) == "network")
+
+
 def gb(count: float) -> str:
     return f"{count / 1e9:.1f}" if count else "0"
 
@@ -100,13 +125,16 @@ PLAN: Columns = NAME | {
     "trace s": lambda r: s(r.seconds["trace"]),
     "compose s": lambda r: s(r.seconds["compose"]),
     "table s": lambda r: s(r.seconds["table"]),
+    "chunks s": lambda r: s(r.seconds["chunks"]),
     "**plan of a worker, s**": lambda r: (
-        f"**{sum(r.seconds[k] for k in ('decode', 'trace', 'compose', 'table')):.1f}**"
+        f"**{sum(r.seconds[k] for k in ('decode', 'trace', 'compose', 'table', 'chunks')):.1f}**"
     ),
     "copies": lambda r: span([w.copies for w in r.workers]),
     "runs": lambda r: span([w.runs for w in r.workers]),
     "left to torch": lambda r: span([w.left_to_torch for w in r.workers]),
     "table, MB": lambda r: mb(max(w.table_bytes for w in r.workers)),
+    "chunks from other nodes": lambda r: span([w.chunks for w in r.workers]),
+    "requests for them, MB": lambda r: mb(max(w.request_bytes for w in r.workers)),
 }
 BYTES: Columns = NAME | {
     "engines": lambda r: str(r.case.engines),
@@ -124,6 +152,7 @@ SYNC: Columns = NAME | {
     "local s": lambda r: s(predicted(ways(r))["local"]),
     "link s": lambda r: s(predicted(ways(r))["link"]),
     "network s": lambda r: s(predicted(ways(r))["network"]),
+    "network s, one source after the other": lambda r: s(streamed(r)),
     "**update_weights(), s**": lambda r: f"**{s(sum(predicted(ways(r)).values()) + AROUND)}**",
 }
 
@@ -159,7 +188,7 @@ def report(results: list[Result]) -> str:
             "",
             f"`{command}` on {datetime.date.today()}, one core of {cpu_name()}, Python {platform.python_version()}, "
             f"torch {torch.__version__}, vLLM {check_version()}. Nothing was copied; the plans are those of a real run "
-            "(the script says how). Seconds are of the slowest rank or worker.",
+            "(the script says how). Seconds are CPU seconds, on one core, of the slowest rank or worker.",
             "",
             *(f"- {result.case.name}: {describe_model(result)}" for result in trainers),
             "",

@@ -1,6 +1,6 @@
 """Weight sync plans of models too large for this machine: how long they take to make, and what they would move.
 
-    python benchmarks/plan_scale.py                    # all cases on one CPU core, about 30 minutes
+    python benchmarks/plan_scale.py                    # all cases on one CPU core, about five minutes
     python benchmarks/plan_scale.py --cases small      # a toy of seconds, which the tests run
 
 Everything is the code of a real run except the weights: every trainer rank's shard map from vime.models.layout, merged
@@ -41,7 +41,8 @@ from vime.types import Slot
 from vime.weight_sync.copy_table import bind, find_runs
 from vime.weight_sync.load_plan import LoadPlan, trace
 from vime.weight_sync.program import CopyProgram, compose
-from vime.weight_sync.shard_map import RankInfo, ShardMap, describe_rank, merge
+from vime.weight_sync.remote import chunks, to_request
+from vime.weight_sync.shard_map import RankInfo, ShardMap, TensorInfo, describe_rank, merge
 
 COMMON = {
     "model_type": "qwen3_moe",
@@ -158,7 +159,7 @@ def flat_buffers(
 def rank_info(case: Case, rank: int, sizes: list[int]) -> RankInfo:
     """Handles as long as real ones (a CUDA IPC handle is 64 bytes)."""
     handle = {"kind": "cuda_ipc", "pid": 100000 + rank, "device": f"GPU-{rank:032x}", "handle": f"{rank:0128x}"}
-    stamp = {"kind": "shm", "path": f"/proc/{100000 + rank}/fd/23", "bytes": 4096, "pid": 100000 + rank}
+    stamp = {"kind": "memfd", "pid": 100000 + rank, "fd": 23, "inode": 1000000 + rank, "bytes": 4096}
     arenas = [handle | {"offset": 0, "bytes": size} for size in sizes]
     return RankInfo(rank, case.node(rank), handle["device"], stamp, arenas)
 
@@ -168,12 +169,14 @@ def rank_info(case: Case, rank: int, sizes: list[int]) -> RankInfo:
 
 @dataclass
 class Worker:
-    """One worker's plan in figures."""
+    """One worker's plan in figures: the copies out of memory on its node, and what ranks on other nodes send."""
 
     copies: int
     runs: int
     table_bytes: int
     left_to_torch: int
+    chunks: int
+    request_bytes: int  # what the senders are told, once
     read: dict[int, int]  # trainer rank -> bytes
 
 
@@ -183,31 +186,39 @@ class Result:
     spec: ModelSpec
     trainer: Trainer
     nearest_bytes: int = 0  # JSON that an engine is sent
-    seconds: dict[str, float] = field(default_factory=dict)  # of the slowest worker of engine 0
-    workers: list[Worker] = field(default_factory=list)  # engine 0's
+    seconds: dict[str, float] = field(default_factory=dict)  # of the slower of engine 0's first and last worker
+    workers: list[Worker] = field(default_factory=list)  # engine 0's first and last
     read: dict[int, dict[int, int]] = field(default_factory=dict)  # reader's trainer rank -> trainer rank -> bytes
 
 
 def measure(case: Case, spec: ModelSpec, checkpoint: str, trainer: Trainer) -> Result:
-    """The whole plan of engine 0's workers; of the others' only what is read from where, by :class:`Sample`."""
+    """The whole plan of engine 0's first and last worker; of all others only what is read from where."""
     result, size = Result(case, spec, trainer), case.engine.workers
     shards = send(case, trainer.shards, 0, result)
     sample = Sample.of(spec, case.trainer, trainer.shards)
     sampled = [sample.shards.nearest(case.slot(engine), case.node(engine * size)) for engine in range(case.engines)]
     for number in range(size):
-        with worker_model(checkpoint, case.engine, number) as model, clock(result.seconds, "trace"):
-            plan = trace(dict(model.named_parameters()), shards.tensors, model.load_weights)
-        if plan.problems or plan.unwritten:
-            raise SystemExit(f"{case}: worker {number} cannot be planned: {plan.problems or plan.unwritten}")
-        result.workers.append(plan_worker(case, plan, shards, number, result))
-        thin = dataclasses.replace(plan, copies=[c for c in plan.copies if c.tensor in sample.weights])
+        with worker_model(checkpoint, case.engine, number) as model:
+            params = dict(model.named_parameters())
+            thin = usable(trace(params, sample.tensors, model.load_weights))
+            whole = number in (0, size - 1)
+            if whole:
+                with clock(result.seconds, "trace"):
+                    plan = trace(params, shards.tensors, model.load_weights)
+                result.workers.append(plan_worker(case, usable(plan), shards, number, result))
         for engine, near in enumerate(sampled):  # the load plan is the same in every engine
             rank = engine * size + number
             result.read[rank] = sample.read(compose(thin, near, rank, case.node(rank)))
-        if result.read[number] != result.workers[number].read:
+        if whole and result.read[number] != result.workers[-1].read:
             raise SystemExit(f"{case}: worker {number}: the sample of layers does not stand for all")
         log.info("%s, %s: worker %d of %d", case.name, case.engine, number + 1, size)
     return result
+
+
+def usable(plan: LoadPlan) -> LoadPlan:
+    if plan.problems or plan.unwritten:
+        raise SystemExit(f"cannot be planned: {plan.problems or plan.unwritten}")
+    return plan
 
 
 def send(case: Case, shards: ShardMap, engine: int, result: Result) -> ShardMap:
@@ -223,9 +234,15 @@ def send(case: Case, shards: ShardMap, engine: int, result: Result) -> ShardMap:
 def plan_worker(case: Case, plan: LoadPlan, shards: ShardMap, rank: int, result: Result) -> Worker:
     with clock(result.seconds, "compose"):
         program = compose(plan, shards, rank, case.node(rank))
+    near, far = program.split([other for other in shards.ranks if case.node(other) == case.node(rank)])
     with clock(result.seconds, "table"):
-        runs, size, others = table_of(program, plan)
-    return Worker(len(program.copies), runs, size, others, program.bytes_by_rank())
+        runs, size, others = table_of(near, plan)
+    with clock(result.seconds, "chunks"):
+        parts = chunks(far)
+        senders = {part.rank for part in parts}
+        requests = [to_request([part for part in parts if part.rank == sender]) for sender in senders]
+    told = sum(map(len, requests))
+    return Worker(len(near.copies), runs, size, others, len(parts), told, program.bytes_by_rank())
 
 
 def table_of(program: CopyProgram, plan: LoadPlan) -> tuple[int, int, int]:
@@ -247,6 +264,7 @@ class Sample:
     a rank holds the same boxes of each. Planning 256 workers whole would take an hour."""
 
     shards: ShardMap
+    tensors: dict[str, TensorInfo]
     weights: dict[str, int]  # checkpoint tensor -> how many it stands for
 
     @staticmethod
@@ -265,7 +283,8 @@ class Sample:
                 weights[name] = 1 if layer is None else stand_for[layer]
         numbers = [number for number, name in enumerate(shards.tensors) if name in weights]
         entries = shards.entries[np.isin(shards.entries[:, 0], numbers)]
-        return Sample(dataclasses.replace(shards, entries=entries), weights)
+        tensors = {name: info for name, info in shards.tensors.items() if name in weights}
+        return Sample(dataclasses.replace(shards, entries=entries), tensors, weights)
 
     def read(self, program: CopyProgram) -> dict[int, int]:
         found: dict[int, int] = defaultdict(int)
@@ -281,10 +300,10 @@ def layer_of(tensor: str) -> int | None:
 
 @contextmanager
 def clock(into: dict[str, float], name: str) -> Iterator[None]:
-    """Keeps the longest."""
-    started = time.perf_counter()
+    """Keeps the longest. Seconds of this thread, which does all the work: whatever else runs here does not count."""
+    started = time.thread_time()
     yield
-    into[name] = max(into.get(name, 0.0), time.perf_counter() - started)
+    into[name] = max(into.get(name, 0.0), time.thread_time() - started)
 
 
 def main() -> None:
