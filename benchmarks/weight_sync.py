@@ -284,9 +284,11 @@ def gpu_ids(device: str) -> list[int | str]:
     return [os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]] if device == "cuda" else []
 
 
-def make_parameters(spec: ModelSpec, layout: ParallelLayout, device: str) -> dict[tuple[int, str], torch.Tensor]:
+def make_parameters(
+    spec: ModelSpec, layout: ParallelLayout, device: str, rank: int = 0
+) -> dict[tuple[int, str], torch.Tensor]:
     """Random parameters in flat buffers: one for the dense ones, one for the experts', in Megatron's order."""
-    shapes = parameter_shapes(spec, layout, 0)
+    shapes = parameter_shapes(spec, layout, rank)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     params: dict[tuple[int, str], torch.Tensor] = {}
     for is_expert in (False, True):
