@@ -68,9 +68,7 @@ class UpdateWeightFromDisk(UpdateWeightFromTensor):
     def _needs_buckets(self, engine: Engine) -> bool:
         return False
 
-    def _begin(
-        self, update: EngineUpdate, version: int, moved: list[dict[str, Any]], by_plan: set[int], by_bucket: set[int]
-    ) -> None:
+    def _begin(self, update: EngineUpdate, version: int, by_plan: set[int], by_bucket: set[int]) -> None:
         update.pause()
         update.start()
         update.send({"version": version, "directory": str(self._directory(version).absolute())})

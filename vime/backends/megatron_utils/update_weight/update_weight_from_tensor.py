@@ -17,7 +17,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class Engine:
     proven: bool = False  # its planned and its bucketed update have left the same bytes
     resumes: bool | None = None  # after a failed update: whether it generated before
     channel: bool = False  # open
+    untold: dict[int, dict[str, Any]] = field(default_factory=dict)  # rank -> its new arenas, until it knows of them
 
     @property
     def members(self) -> Members:
@@ -230,7 +231,8 @@ class UpdateWeightFromTensor:
             return self._prepare(version)
 
         handles = self._gather("ready", ready)
-        moved = [part for part in handles if part is not None]
+        for engine in self._engines.values():  # also those that this update leaves out
+            engine.untold |= {part["rank"]: part for part in handles if part is not None}
         waited = time.perf_counter() - started
 
         led = {
@@ -245,7 +247,7 @@ class UpdateWeightFromTensor:
         self._open_channels(chosen)
         try:
             with self._channels.serving(sorted(by_plan), version, self._arenas(), unsent):
-                for_each(updates, lambda update: self._begin(update, version, moved, by_plan, by_bucket))
+                for_each(updates, lambda update: self._begin(update, version, by_plan, by_bucket))
                 for_each(updates, EngineUpdate.abort)  # here, or ranks would go on sending to those that failed
             if by_bucket:
                 self._send_buckets([led[index] for index in sorted(by_bucket & led.keys())], version, unsent)
@@ -264,6 +266,8 @@ class UpdateWeightFromTensor:
         for engine in chosen:
             index = engine.address.index
             engine.proven |= index not in failed
+            if index not in failed:
+                engine.untold.clear()
             engine.resumes = led[index].resumes if index in failed and index in led else None
             if index in failed:
                 self._channels.close(index)
@@ -309,16 +313,14 @@ class UpdateWeightFromTensor:
         proves = not engine.proven and self.options.check_weight_update != "off"
         return proves or not self._is_planned(engine)
 
-    def _begin(
-        self, update: EngineUpdate, version: int, moved: list[dict[str, Any]], by_plan: set[int], by_bucket: set[int]
-    ) -> None:
+    def _begin(self, update: EngineUpdate, version: int, by_plan: set[int], by_bucket: set[int]) -> None:
         index = update.address.index
         update.pause()
         update.start()
         if index in by_plan and index in by_bucket:  # both: the proof
             update.poison()
         if index in by_plan:
-            update.send({"version": version, "moved": moved})
+            update.send({"version": version, "moved": list(self._engines[index].untold.values())})
         if index in by_plan and index in by_bucket:
             update.finish(version)
             update.keep_digests()
