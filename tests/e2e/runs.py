@@ -32,11 +32,15 @@ def parity_reward(config: Any, sample: Any) -> float:
 def make_inputs(folder: Path, family: str = "qwen3", **checkpoint: Any) -> dict[str, str]:
     """A tiny checkpoint and 16 prompts; the flags that name them."""
     model = make_checkpoint(folder / family, family, num_hidden_layers=4, **checkpoint)
+    return {"hf-checkpoint": model, "prompt-data": make_prompts(folder)}
+
+
+def make_prompts(folder: Path) -> str:
     prompts = folder / "prompts.jsonl"
     rng = random.Random(0)
     rows = [{"prompt": f"{rng.randrange(100)} + {rng.randrange(100)} =", "label": "1"} for _ in range(16)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {"hf-checkpoint": model, "prompt-data": str(prompts)}
+    return str(prompts)
 
 
 SMALL: dict[str, Any] = {
