@@ -98,9 +98,8 @@ def sync(
         held = pieces(built.spec, built.layout, rank)
         for transport, name in itertools.product(transports, sets):
             addresses = sets[name]
-            if built.config.weight_sync.update_weight_transport != transport:
-                built.config.weight_sync.update_weight_transport = transport
-                built._engines = None
+            built.config.weight_sync.update_weight_transport = transport
+            built._engines = None  # a connection of its own, which proves itself
             built.connect_rollout_engines(addresses)
             for weights in ("b", "a"):
                 load_hf_weights(checkpoints[weights], built._data(), held, built.spec)
