@@ -201,7 +201,7 @@ def write_checkpoint(folder: Path, shape: dict[str, Any]) -> None:
 
 
 def layers_that_fit(folder: Path, whole: ModelSpec) -> int:
-    """By what `vime check` says to four fifths of the memory that is free now (it lets pass what misses by a tenth), and
+    """By what `vime check` says to four fifths of the memory that is free now (it lets a tenth too much pass), and
     to half of the disk for the checkpoint."""
     command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
     free = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split()
