@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import sys
@@ -22,6 +23,11 @@ from vime.errors import ConfigError, DataError, VimeError
 from vime.observe.progress import LogHandler
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+LONGEST = 1500  # letters of one problem
+
+# what the machine lacks or forbids; no stack would say more
+_SYSTEM_REFUSES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENAMETOOLONG}
+_SYSTEM_REFUSES |= {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 USAGE = """usage: vime COMMAND ...
 
@@ -66,6 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except VimeError as error:
         print(f"vime: {error}", file=sys.stderr)
         return FAILED
+    except OSError as error:
+        if error.errno not in _SYSTEM_REFUSES:
+            raise  # ours: the stack says where
+        place = f"{error.filename}: " if error.filename else ""
+        print(f"vime: {place}{error.strerror}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         print("vime: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -78,6 +90,8 @@ def _complain(problems: Sequence[str]) -> None:
     noun = "problem" if len(problems) == 1 else f"{len(problems)} problems"
     print(f"vime: {noun}:", file=sys.stderr)
     for problem in problems:
+        if len(problem) > LONGEST:  # a value of thousands of letters is quoted in it
+            problem = f"{problem[: LONGEST - 300]} ... {problem[-300:]}"
         print("  - " + problem.replace("\n", "\n    "), file=sys.stderr)
 
 

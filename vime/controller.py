@@ -35,7 +35,8 @@ def reinforce(run: Run) -> None:
         if run.eval_due(rollout_id):
             evaluate(run, rollout_id)
         with tracker.phase("generate"):
-            samples = trainer.while_alive(f"generating rollout {rollout_id}", rollout.generate, rollout_id)
+            what, seconds = f"generating rollout {rollout_id}", rollout.longest()
+            samples = trainer.while_alive(what, seconds, rollout.generate, rollout_id)
         with tracker.phase("hand_over"):
             serving.to_trainer()
         with tracker.phase("train"):
@@ -57,7 +58,8 @@ def reinforce(run: Run) -> None:
 def evaluate(run: Run, rollout_id: int) -> None:
     """Answer the evaluation prompts with the weights that ``rollout_id`` rollouts have made."""
     with run.tracker.phase("eval"):
-        metrics = run.trainer.while_alive(f"evaluating at {rollout_id}", run.rollout.evaluate, rollout_id)
+        what, seconds = f"evaluating at {rollout_id}", run.rollout.longest(evaluation=True)
+        metrics = run.trainer.while_alive(what, seconds, run.rollout.evaluate, rollout_id)
     for name, samples in run.rollout.eval_samples.items():
         run.tracker.samples(rollout_id, samples, source=f"eval/{name}")
     run.tracker.log(rollout_id, metrics)

@@ -19,6 +19,8 @@ from vime.cluster.ray_runtime import ray_runtime
 from vime.cluster.serving import Serving
 from vime.cluster.trainer_group import TrainerGroup
 from vime.config import Config
+from vime.errors import DataError
+from vime.models.hf_config import read_json
 from vime.models.spec import spec_from_hf
 from vime.observe.tracker import Tracker, new_run_dir
 from vime.rollout.rollout import Rollout
@@ -87,6 +89,11 @@ def open_run(config: Config) -> Iterator[Run]:
         config = replace(config, weight_sync=replace(config.weight_sync, update_weight_disk_dir=disk))
     with ExitStack() as stack:
         stack.enter_context(signals_as_exceptions())
+        # First what needs no engine and fails most often: functions that do not import, prompts that are all too long.
+        rollout = Rollout(config, _tokenizer(config))
+        stack.callback(rollout.close)
+        if resume:
+            rollout.load_state_dict(_rollout_state(resume[1]))
         tracker = stack.enter_context(Tracker(config, run_dir, next_step=first_rollout))
         with tracker.phase("start Ray"):
             stack.enter_context(ray_runtime(config, device))
@@ -106,10 +113,7 @@ def open_run(config: Config) -> Iterator[Run]:
                 engines = EngineGroup(config, spec, placement, device, logs)
                 stack.callback(engines.stop)
             serving = Serving(config, device, trainer, engines)
-        rollout = Rollout(config, _tokenizer(config), serving)
-        stack.callback(rollout.close)
-        if resume:
-            rollout.load_state_dict(json.loads((resume[1] / _ROLLOUT_STATE).read_text()))
+            rollout.answer_with(serving)
         yield Run(config, tracker, trainer, rollout, serving, first_rollout, _num_rollout(config, rollout))
 
 
@@ -123,4 +127,16 @@ def _num_rollout(config: Config, rollout: Rollout) -> int:
 def _tokenizer(config: Config) -> Any:
     from transformers import AutoTokenizer  # seconds to import: not before it is needed
 
-    return AutoTokenizer.from_pretrained(config.checkpoint.hf_checkpoint, local_files_only=True)
+    path = config.checkpoint.hf_checkpoint
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # what a damaged file makes transformers and tokenizers raise is anybody's guess
+        raise DataError(f"--hf-checkpoint {path}: its tokenizer cannot be read: {error}") from error
+
+
+def _rollout_state(checkpoint: Path) -> dict[str, Any]:
+    file = checkpoint / _ROLLOUT_STATE
+    state = read_json(file)
+    if not isinstance(state.get("prompts"), dict) or "drawn" not in state["prompts"]:
+        raise DataError(f"{file} does not say how many prompts were drawn; it is not what --save wrote")
+    return state

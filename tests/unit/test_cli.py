@@ -56,6 +56,29 @@ def test_no_heavy_library_is_imported(words: list[str], argv: list[str]) -> None
     assert run.stdout.splitlines()[-1] == "imported [] 0", run.stdout + run.stderr
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device"), "vime: No space left on device\n"),
+        (OSError(30, "Read-only file system", "/runs/1"), "vime: /runs/1: Read-only file system\n"),
+    ],
+)
+def test_what_the_machine_refuses_is_said_without_a_stack(
+    words: list[str], error: OSError, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start_training(monkeypatch, error)
+    assert cli.main(["train", *words]) == 1
+    assert capsys.readouterr().err == said
+    start_training(monkeypatch, FileNotFoundError(2, "No such file or directory", "x"))  # our own mistake
+    with pytest.raises(FileNotFoundError):
+        cli.main(["train", *words])
+
+
+def test_no_problem_fills_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--num-rollout", "1" * 100_000]) == 2
+    assert len(capsys.readouterr().err) < 5000
+
+
 def test_check_says_what_would_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", *words]) == 0
     shown = capsys.readouterr()

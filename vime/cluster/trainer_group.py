@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from vime.cluster.calls import gather
 from vime.cluster.device import Device
 from vime.cluster.placement import Placement
 from vime.config import Config
-from vime.errors import TrainerError
+from vime.errors import TrainerError, VimeError
 from vime.models.spec import ModelSpec
 from vime.types import EngineAddress, TrainBatch
 
@@ -103,12 +104,14 @@ class TrainerGroup:
         calls = {self._name(rank): ref for rank, ref in enumerate(refs)}
         return list(gather(calls, what, timeout, TrainerError).values())
 
-    def while_alive(self, what: str, work: Callable[..., T], *args: Any) -> T:
+    def while_alive(self, what: str, seconds: float, work: Callable[..., T], *args: Any) -> T:
         """Result of ``work(*args)``, in which the trainer has no part (generation); ends at once when a rank dies.
 
         Raises:
             TrainerError: names the rank. ``work`` is left behind in its thread and ends with the engines it talks to.
+            VimeError: not even the deadlines within ``work`` ended it in ``seconds``.
         """
+        deadline = time.monotonic() + seconds
         outcome: list[tuple[T | None, BaseException | None]] = []
 
         def run() -> None:
@@ -125,6 +128,11 @@ class TrainerGroup:
             ended, _ = ray.wait(list(self._ends), timeout=0)
             if ended:
                 raise TrainerError(f"{self._name(self._ends[ended[0]])} has died during: {what}")
+            if time.monotonic() > deadline:
+                raise VimeError(
+                    f"{what} did not end within {seconds:g} s, nor by its own deadlines: an async function that blocks "
+                    "(time.sleep, a library call without await) stops them; run such calls in asyncio.to_thread"
+                )
         result, error = outcome[0]
         if error is not None:
             raise error

@@ -36,7 +36,7 @@ def check(config: Config, machine: Machine | None = None) -> list[str]:
 def examine(config: Config, machine: Machine | None = None) -> Findings:
     """Like :func:`check`, and hands back what the run would be. ``machine``: instead of the one it runs on."""
     found = Findings(machine=machine)
-    problems: list[str] = []
+    problems = _Problems()
     if machine is None:
         try:
             found.machine = look(config)
@@ -46,12 +46,17 @@ def examine(config: Config, machine: Machine | None = None) -> Findings:
         found.spec = read_spec("--hf-checkpoint", config.checkpoint.hf_checkpoint)
     except DataError as error:
         problems.append(str(error))
+    except OSError as error:
+        problems.unreadable(error)
     problems += check_meaning(config)
     sizes = check_sizes(config, found.spec, found.machine)
     problems += sizes
     if found.spec is not None:
         problems += check_model(config, found.spec)
-    problems += check_files(config, found.spec)
+    try:
+        problems += check_files(config, found.spec)
+    except OSError as error:
+        problems.unreadable(error)
     data_problems, found.rows = check_data(config)
     problems += data_problems
     if found.spec is not None and found.machine is not None and not sizes:  # memory follows from a valid layout
@@ -59,6 +64,12 @@ def examine(config: Config, machine: Machine | None = None) -> Findings:
         problems += check_memory(config, found.spec, found.machine)
     found.problems = list(_distinct(problems))
     return found
+
+
+class _Problems(list[str]):
+    def unreadable(self, error: OSError) -> None:
+        """A path that the system itself refuses: too long, no permission on the way to it, a disk that fails."""
+        self.append(f"{error.filename}: {error.strerror}")
 
 
 def _distinct(problems: Iterable[str]) -> Iterable[str]:

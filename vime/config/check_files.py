@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,11 @@ from vime.backends.megatron_utils.checkpoint_directory import LATEST, Checkpoint
 from vime.config import Config
 from vime.config.flags import did_you_mean, flags, value_of
 from vime.errors import DataError
+from vime.models.hf_config import read_json
+from vime.models.layout import checkpoint_tensors
 from vime.models.spec import ModelSpec, spec_from_hf
 
+RUNS = "runs"  # below it, where --run-dir is left out
 ROLLOUT_STATE = "rollout.json"  # what vime.run adds to a trainer's checkpoint
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -26,12 +31,9 @@ def check_files(config: Config, spec: ModelSpec | None) -> list[str]:
     problems += _functions(config)
     problems += [*_load(config), *_save(config)]
     if config.checkpoint.hf_checkpoint and spec is not None:
-        problems += hf_directory("--hf-checkpoint", config.checkpoint.hf_checkpoint, tokenizer=True)
-    if config.data.apply_chat_template and spec is not None and not _has_chat_template(config):
-        problems.append(
-            f"--apply-chat-template: {config.checkpoint.hf_checkpoint} has no chat template (chat_template in "
-            "tokenizer_config.json, or chat_template.jinja); leave the flag out for a base model"
-        )
+        problems += hf_directory("--hf-checkpoint", config.checkpoint.hf_checkpoint, tokenizer=True, spec=spec)
+    if config.data.apply_chat_template and spec is not None:
+        problems += _chat_template(config.checkpoint.hf_checkpoint)
     return problems
 
 
@@ -53,20 +55,22 @@ def read_spec(flag: str, path: str) -> ModelSpec:
         raise DataError(f"{flag} {path}: {error}") from error
 
 
-def hf_directory(flag: str, path: str, *, tokenizer: bool) -> list[str]:
-    """Problems of a directory that has a config.json: tokenizer and weights must be there and whole."""
+def hf_directory(flag: str, path: str, *, tokenizer: bool, spec: ModelSpec | None = None) -> list[str]:
+    """Problems of a directory that has a config.json: tokenizer and weights must be there, whole, and ``spec``'s."""
     folder = Path(path)
-    problems = []
-    if tokenizer and not any((folder / name).is_file() for name in _TOKENIZERS):
-        problems.append(f"{flag} {path}: no tokenizer in it ({', '.join(_TOKENIZERS)})")
+    problems = [f"{flag} {path}: {what}" for what in _tokenizer(folder, spec)] if tokenizer else []
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
         shards = ["model.safetensors"]
     elif index.is_file():
         try:
-            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            return [*problems, f"{flag} {path}: {index.name} cannot be read ({error})"]
+            shards = sorted(set(read_json(index)["weight_map"].values()))
+            if not shards or not all(isinstance(name, str) for name in shards):
+                raise ValueError("weight_map must name a file for every tensor")
+        except DataError as error:
+            return [*problems, f"{flag} {path}: {error}"]
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            return [*problems, f"{flag} {path}: {index.name} cannot be read ({type(error).__name__}: {error})"]
     else:
         other = sorted(file.name for file in folder.glob("*.bin"))
         hint = f" ({other[0]} is a pickle; save it as safetensors)" if other else ""
@@ -74,14 +78,52 @@ def hf_directory(flag: str, path: str, *, tokenizer: bool) -> list[str]:
     missing = [name for name in shards if not (folder / name).is_file()]
     if missing:
         problems.append(f"{flag} {path}: {len(missing)} of {len(shards)} weight files are missing, first {missing[0]}")
-    broken = [(name, why) for name in shards if name not in missing and (why := _safetensors(folder / name))]
+    held: dict[str, Any] = {}  # tensor -> its shape
+    broken = [(name, why) for name in shards if name not in missing and (why := _safetensors(folder / name, held))]
     if broken:
         problems.append(f"{flag} {path}: {broken[0][0]} {broken[0][1]}" + _more(len(broken)))
+    if not missing and not broken and spec is not None:
+        problems += [f"{flag} {path}: {what}" for what in _other_weights(held, spec)]
     return problems
 
 
-def _safetensors(file: Path) -> str | None:
-    """What is wrong with a weight file, judged by its header and its length."""
+def _tokenizer(folder: Path, spec: ModelSpec | None) -> Iterator[str]:
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        yield f"no tokenizer in it ({', '.join(_TOKENIZERS)})"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if not (folder / name).is_file():
+            continue
+        try:
+            held = read_json(folder / name)
+        except DataError as error:
+            yield str(error)
+            continue
+        model = held.get("model")
+        vocabulary = model.get("vocab") if isinstance(model, dict) else None
+        if isinstance(vocabulary, dict | list) and spec is not None and len(vocabulary) > spec.vocab_size:
+            yield f"{name} has {len(vocabulary)} tokens, but config.json says vocab_size {spec.vocab_size}"
+
+
+def _other_weights(held: dict[str, Any], spec: ModelSpec) -> Iterator[str]:
+    """Where the weight files hold another model than config.json describes."""
+    needed = checkpoint_tensors(spec)
+    absent = [name for name in needed if name not in held]
+    other = [name for name, shape in needed.items() if name in held and held[name] != list(shape)]
+    layers = re.compile(r"model\.layers\.(\d+)\.")
+    deepest = max((int(match[1]) + 1 for match in map(layers.match, held) if match), default=0)
+    if absent:
+        yield f"the weights have no tensor {absent[0]}, which its config.json asks for" + _more(len(absent), "tensors")
+    if other:
+        yield (
+            f"the weights' {other[0]} has shape {held[other[0]]}, but its config.json asks for "
+            f"{list(needed[other[0]])}{_more(len(other), 'tensors')}"
+        )
+    if deepest > spec.num_layers:
+        yield f"the weights have {deepest} layers, but its config.json says num_hidden_layers {spec.num_layers}"
+
+
+def _safetensors(file: Path, held: dict[str, Any]) -> str | None:
+    """What is wrong with a weight file, judged by its header and its length. Adds its tensors' shapes to ``held``."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         head = stream.read(8)
@@ -92,8 +134,10 @@ def _safetensors(file: Path) -> str | None:
             return f"is cut off: {size} bytes, less than its header says"
         try:
             header = json.loads(stream.read(length))
-            end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+            header.pop("__metadata__", None)
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            held.update({name: entry["shape"] for name, entry in header.items()})
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
             return "is not a safetensors file"
     expected = 8 + length + end
     return None if size == expected else f"has {size} bytes instead of {expected}: download it again"
@@ -125,7 +169,7 @@ def _reference(config: Config, spec: ModelSpec | None) -> Iterator[str]:
     except DataError as error:
         yield str(error)
         return
-    yield from hf_directory("--ref-load", path, tokenizer=False)
+    yield from hf_directory("--ref-load", path, tokenizer=False, spec=other)
     if spec is not None:
         shape = ("num_layers", "hidden_size", "vocab_size", "num_attention_heads", "num_query_groups", "num_experts")
         for name in shape:
@@ -140,9 +184,11 @@ def _reference(config: Config, spec: ModelSpec | None) -> Iterator[str]:
 
 def _load(config: Config) -> Iterator[str]:
     path = config.checkpoint.load
-    if path is None or not os.path.exists(path):
+    if path is None:
         return
     folder = Path(path)
+    if not folder.exists():  # a fresh start, and the summary says so
+        return
     if not folder.is_dir():
         yield f"--load {path}: not a directory"
     elif (folder / "config.json").is_file():
@@ -175,7 +221,8 @@ def _save(config: Config) -> Iterator[str]:
     for flag, path in (
         ("--save", checkpoint.save),
         ("--save-hf", checkpoint.save_hf),
-        ("--run-dir", config.observe.run_dir),
+        ("--run-dir", config.observe.run_dir or RUNS),
+        ("--update-weight-disk-dir", config.weight_sync.update_weight_disk_dir),
     ):
         if path is None:
             continue
@@ -198,19 +245,33 @@ def _save(config: Config) -> Iterator[str]:
             )
 
 
-def _has_chat_template(config: Config) -> bool:
-    folder = Path(config.checkpoint.hf_checkpoint)
-    if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
-        return True
-    try:
-        settings: Any = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return bool(isinstance(settings, dict) and settings.get("chat_template"))
+def _chat_template(path: str) -> Iterator[str]:
+    folder, found = Path(path), []
+    for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
+        with contextlib.suppress(OSError, ValueError, DataError):  # what is wrong with them is said elsewhere
+            file = folder / name
+            text = file.read_text(encoding="utf-8") if name.endswith("jinja") else read_json(file).get("chat_template")
+            if text:
+                found.append((name, text))
+    if not found:
+        yield (
+            f"--apply-chat-template: {path} has no chat template (chat_template in "
+            "tokenizer_config.json, or chat_template.jinja); leave the flag out for a base model"
+        )
+    elif isinstance(text := found[0][1], str):  # a list: several templates by name
+        import jinja2
+
+        try:
+            jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+        except jinja2.TemplateSyntaxError as error:
+            # {% generation %}, which marks the assistant's words, is an extension of transformers'
+            if "generation" not in text:
+                where = f"{folder / found[0][0]}:{error.lineno}"
+                yield f"--apply-chat-template: {where} is no Jinja template ({error.message})"
 
 
-def _more(count: int) -> str:
-    return f" (and {count - 1} more files)" if count > 1 else ""
+def _more(count: int, what: str = "files") -> str:
+    return f" (and {count - 1} more {what})" if count > 1 else ""
 
 
 def _functions(config: Config) -> Iterator[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from vime.config import Config
 
+_LARGEST = 2**63 - 1
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -104,9 +105,12 @@ class Flag:
             if isinstance(value, float) and not value.is_integer():
                 raise wrong
             try:
-                return int(value)
-            except (TypeError, ValueError):
+                number = int(value)
+            except (TypeError, ValueError, OverflowError):
                 raise wrong from None
+            if abs(number) > _LARGEST:
+                raise ValueError(f"{self.text} {value}: beyond what 64 bits hold")
+            return number
         if self.item is float:
             try:
                 number = float(value)
@@ -128,6 +132,11 @@ class Flag:
         if not isinstance(value, str | int | float):
             raise wrong
         text = str(value)
+        if not text.strip() or "\0" in text:
+            what = "holds a null character" if text.strip() else "is empty"
+            raise ValueError(
+                f"{self.text} {text!r} {what}; leave the flag out, or say {self.placeholder} ({self.help})"
+            )
         if text.startswith("--") and " " in text:
             raise ValueError(f"{self.text} is followed by {text!r}: a flag and its value were quoted into one word")
         return text

@@ -141,6 +141,8 @@ class _Words:
         for text, values in namespace.seen:
             negation = negated.get(text)
             target = negation.text if negation else text
+            if text in engine_flags:  # in whatever spelling, and whether it is turned on or off
+                target = "--vllm-" + text[len("--vllm-") :].replace("_", "-").removeprefix("no-")
             if target in first:
                 self._repeated(text, values, target, first[target])
                 continue

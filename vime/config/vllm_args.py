@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -58,7 +59,8 @@ _HUMAN_INT = re.compile(r"-?\d+(\.\d+)?[kKmMgGtT]?|auto|-1")
 
 @dataclass(frozen=True)
 class EngineOption:
-    """One option of vLLM's server. ``kind``: switch, maybe (a value or none), int, float, choice, list or text."""
+    """One option of vLLM's server. ``kind``: switch, maybe (a value or none), int, float, choice, list, json (an
+    object, or a word) or text."""
 
     kind: str
     choices: tuple[str, ...] = ()
@@ -109,6 +111,11 @@ def _check_value(flag: str, option: EngineOption, value: str | bool | list[str])
         return [f"{flag} {text}: must be one of {', '.join(option.choices)}{hint}"]
     if text in ("", "None"):  # vLLM's way to say "unset" where that is allowed
         return []
+    if option.kind == "json" and text.lstrip().startswith("{"):
+        try:
+            json.loads(text)
+        except ValueError as error:
+            return [f"{flag} {text}: not valid JSON ({error})"]
     if option.kind == "int" and not _HUMAN_INT.fullmatch(text):
         return [f"{flag} {text}: not a whole number"]
     if option.kind == "float":
@@ -225,7 +232,7 @@ class _Sources:
         if names == {"bool", "str"}:
             return EngineOption("maybe")
         if names & self.classes.keys():  # JSON, or in some releases one word; vLLM says which
-            return EngineOption("text")
+            return EngineOption("json")
         if "bool" in names:
             return EngineOption("switch")
         if literals:

@@ -34,7 +34,7 @@ def read_yaml(path: str) -> tuple[dict[str, Entry], dict[str, Entry], list[str],
             root = yaml.compose(file, Loader=yaml.SafeLoader)
     except OSError as error:
         return {}, {}, [f"--config {path}: cannot be read ({error.strerror})"], set(flags())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         return {}, {}, [f"--config {path}: not valid YAML ({' '.join(str(error).split())})"], set(flags())
     try:
         if root is not None:
@@ -42,6 +42,8 @@ def read_yaml(path: str) -> tuple[dict[str, Entry], dict[str, Entry], list[str],
     except yaml.MarkedYAMLError as error:  # a tag that asks for more than plain data, or a date that is none
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
         return {}, {}, [f"{reader.file}:{line}: {error.problem}"], set(flags())
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
+        return {}, {}, [f"--config {path}: not valid YAML ({error})"], set(flags())
     return reader.options, reader.vllm, reader.problems, reader.meant
 
 
@@ -59,7 +61,11 @@ class _Reader:
             self.problems.append(f"{self._where(node)}: {what} must be a mapping of option names to values")
             return
         for key_node, value_node in node.value:
-            key, where = str(key_node.value), self._where(key_node)
+            where = self._where(key_node)
+            if not isinstance(key_node, yaml.ScalarNode):
+                self.problems.append(f"{where}: an option's name is a word, not a list or a mapping")
+                continue
+            key = str(key_node.value)
             name = key.removeprefix("--").replace("-", "_")
             grouped = isinstance(value_node, yaml.MappingNode)
             if name == "vllm" and grouped and topic in (None, "rollout"):
@@ -68,7 +74,10 @@ class _Reader:
             elif name in topics() and grouped and topic is None:
                 self.mapping(value_node, name)
             elif (
-                name in topics() and topic is None and isinstance(value_node, yaml.ScalarNode) and not value_node.value
+                name in (*topics(), "vllm")
+                and topic is None
+                and isinstance(value_node, yaml.ScalarNode)
+                and value_node.tag == "tag:yaml.org,2002:null"
             ):
                 continue  # a topic with everything commented out
             elif name in topics() and name not in flags() and topic is None:

@@ -10,14 +10,14 @@ from vime.models.spec import ModelSpec
 def read(config: HFConfig) -> ModelSpec:
     config.refuse_unless("attention_bias", False)
     layers, step = config.size("num_hidden_layers"), config.size("decoder_sparse_step", default=1)
-    dense = set(config.get("mlp_only_layers", default=[]))
+    dense = set(config.numbers("mlp_only_layers"))
     moe_layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
     if not any(moe_layers):
         config.refuse("a qwen3_moe model none of whose layers has experts (decoder_sparse_step, mlp_only_layers)")
     experts, top_k = config.size("num_experts", "num_local_experts"), config.size("num_experts_per_tok")
     if top_k > experts:
         config.refuse(f"num_experts_per_tok = {top_k} of {experts} experts")
-    normalised = bool(config.get("norm_topk_prob", default=False))
+    normalised = config.switch("norm_topk_prob")
     if top_k == 1 and normalised:
         # The chosen expert's weight is then always 1 and the router never learns; Megatron refuses it, too.
         config.refuse("num_experts_per_tok = 1 with norm_topk_prob")

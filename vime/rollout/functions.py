@@ -20,7 +20,7 @@ def load_function(path: str, flag: str) -> Callable[..., Any]:
         raise ConfigError([f"{flag} {path}: must be module.function"])
     try:
         function = getattr(importlib.import_module(module), name, None)
-    except Exception as error:  # importing runs the user's code
+    except (Exception, SystemExit) as error:  # importing runs the user's code
         raise ConfigError([f"{flag} {path}: importing {module} failed: {type(error).__name__}: {error}"]) from error
     if not callable(function):
         raise ConfigError([f"{flag} {path}: module {module} has no function '{name}'"])

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from vime.config.rollout import DataOptions
+from vime.config.rollout import RM_TYPES, DataOptions
 from vime.errors import DataError
 
-_SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
+_SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>(-?\d+)?):(?P<stop>(-?\d+)?)\]$")
 _PARQUET = (".parquet", ".pq")
 
 
@@ -39,8 +40,13 @@ def split_slice(path: str) -> tuple[str, slice]:
         if "@[" in path:
             raise DataError(f"{path}: a slice is written path@[a:b], for example {path.split('@[')[0]}@[0:1000]")
         return path, slice(None)
-    start, stop = (int(bound) if bound else None for bound in (match["start"], match["stop"]))
+    start, stop = (_bound(match[end]) for end in ("start", "stop"))
     return match["path"], slice(start, stop)
+
+
+def _bound(text: str) -> int | None:
+    # Beyond the end of any file is the end.
+    return max(-sys.maxsize, min(int(text[:40]), sys.maxsize)) if text else None
 
 
 def read_prompts(path: str, options: DataOptions, *, sft: bool = False) -> Iterator[Row]:
@@ -55,13 +61,16 @@ def read_prompts(path: str, options: DataOptions, *, sft: bool = False) -> Itera
         DataError: the file, a column or the first bad row, by line.
     """
     file, rows = split_slice(path)
-    if not Path(file).is_file():
-        raise DataError(f"{file}: no such file")
+    if not os.path.isfile(file):
+        raise DataError(f"{file}: {'not a file' if os.path.exists(file) else 'no such file'}")
     empty = True
     read = _read_parquet if file.endswith(_PARQUET) else _read_jsonl
-    for where, row in read(file, rows, options):
-        empty = False
-        yield _check(where, row, options, sft)
+    try:
+        for where, row in read(file, rows, options):
+            empty = False
+            yield _check(where, row, options, sft)
+    except OSError as error:  # no permission, a damaged page of a Parquet file, a disk that fails
+        raise DataError(f"{file}: cannot be read ({error.strerror or ' '.join(str(error).split())})") from error
     if empty:
         raise DataError(f"{path}: no rows" + ("" if file == path else " in this slice"))
 
@@ -90,7 +99,7 @@ def _read_jsonl(file: str, part: slice, options: DataOptions) -> Iterator[tuple[
             where = f"{file}:{number}"
             try:
                 row = json.loads(line)
-            except ValueError as error:  # also bytes that are not UTF-8
+            except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
                 raise DataError(f"{where}: not a JSON object ({error})") from error
             if not isinstance(row, dict):
                 raise DataError(f"{where}: a row is a JSON object, this is {_kind(row)}")
@@ -152,6 +161,12 @@ def _check(where: str, row: dict[str, Any], options: DataOptions, sft: bool) -> 
             "--label-key"
         )
     metadata = _decoded(where, options.metadata_key, row.get(options.metadata_key), dict) or {}
+    reward = metadata.get("rm_type")
+    if reward is not None and reward not in RM_TYPES:
+        raise DataError(f"{where}: '{options.metadata_key}' asks for rm_type {reward!r:.60}, not {', '.join(RM_TYPES)}")
+    for key, value in ((options.input_key, prompt), (options.label_key, row.get(options.label_key or ""))):
+        if not _encodable(value):
+            raise DataError(f"{where}: '{key}' holds half a surrogate pair (\\ud800 to \\udfff), which is no character")
     tools = _decoded(where, options.tool_key, row.get(options.tool_key), list) if options.tool_key else None
     return Row(where, prompt, row[options.label_key] if options.label_key else None, metadata, tools or None)
 
@@ -174,12 +189,23 @@ def _messages(where: str, prompt: Any, options: DataOptions) -> list[dict[str, A
     return messages
 
 
+def _encodable(value: Any) -> bool:
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return False
+    if isinstance(value, dict):
+        return all(map(_encodable, value.values()))
+    return not isinstance(value, list) or all(map(_encodable, value))
+
+
 def _decoded(where: str, key: str, value: Any, kind: type) -> Any:
     """A dictionary or list, which Parquet files often hold as a JSON string."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: '{key}' is a string but not JSON ({error})") from error
     if value is not None and not isinstance(value, kind):
         name = {dict: "an object", list: "a list"}[kind]
@@ -189,4 +215,5 @@ def _decoded(where: str, key: str, value: Any, kind: type) -> Any:
 
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return f"{names.get(type(value), 'null')} ({value!r:.60})"
+    names |= {type(None): "null", bytes: "binary"}
+    return f"{names.get(type(value), type(value).__name__)} ({value!r:.60})"

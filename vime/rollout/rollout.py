@@ -31,7 +31,7 @@ class Rollout:
     Args:
         config: the run's options.
         tokenizer: Hugging Face tokenizer of the checkpoint.
-        engines: who answers; None where nobody has to (``--loss-type sft_loss``).
+        engines: who answers; None where nobody has to (``--loss-type sft_loss``), or :meth:`answer_with` says later.
 
     Attributes:
         prompts: the run's prompts; their number is that of one epoch.
@@ -42,7 +42,7 @@ class Rollout:
     """
 
     def __init__(self, config: Config, tokenizer: Any, engines: Engines | None = None) -> None:
-        self._config, self._tokenizer, self._engines = config, tokenizer, engines
+        self._config, self._tokenizer = config, tokenizer
         self._sft = config.train.loss_type == "sft_loss"
         if config.data.prompt_data is None:
             raise ConfigError(["--prompt-data is missing"])
@@ -54,16 +54,17 @@ class Rollout:
         spec = spec_from_hf(config.checkpoint.hf_checkpoint)
         self._eos, self._max_context = spec.eos_token_ids, max_model_len(config, spec)
         rollout, reward = config.rollout, None if self._sft else Rewarder(config)
-        self._setting = self._suspicions = self._filter = None
+        self._setting: Setting | None = None
+        self._suspicions = self._filter = self._function = None
         if reward is not None:
             path, flag = rollout.custom_generate_function_path, "--custom-generate-function-path"
-            function = load_function(path, flag) if path else None
+            self._function = load_function(path, flag) if path else None
             path, flag = rollout.dynamic_sampling_filter_path, "--dynamic-sampling-filter-path"
             self._filter = load_function(path, flag) if path else None
             self._suspicions = Suspicions(reward)
-            if engines is not None:
-                self._setting = Setting(config, tokenizer, engines, reward, function, self._max_context)
         self._rewarder = reward
+        if engines is not None:
+            self.answer_with(engines)
         self.prompts = self._dataset(config.data.prompt_data)
         self._eval_sets = {name: self._dataset(path) for name, path in _pairs(config.eval.eval_prompt_data)}
         self.eval_samples: dict[str, list[Sample]] = {}
@@ -76,6 +77,13 @@ class Rollout:
         if self._config.data.rollout_max_prompt_len is not None:
             limit = min(limit, self._config.data.rollout_max_prompt_len)
         return PromptDataset(path, self._config.data, self._tokenizer, max_tokens=limit)
+
+    def answer_with(self, engines: Engines) -> None:
+        """Have ``engines`` answer, where they were not there yet when the rollout was made."""
+        if self._rewarder is not None:
+            self._setting = Setting(
+                self._config, self._tokenizer, engines, self._rewarder, self._function, self._max_context
+            )
 
     def generate(self, rollout_id: int) -> list[Sample]:
         """The answers of one rollout, rewarded: groups in the prompts' order, ``n_samples_per_prompt`` each.
@@ -92,6 +100,11 @@ class Rollout:
         The seeds are the same at every evaluation, so that curves move by what was learned alone.
         """
         return asyncio.run(self._evaluate(rollout_id))
+
+    def longest(self, evaluation: bool = False) -> float:
+        """Seconds after which :meth:`generate` or :meth:`evaluate` must have ended by its own deadlines."""
+        rounds = len(self._eval_sets) if evaluation else 1
+        return rounds * self._config.rollout.rollout_timeout + 60
 
     def sft_batch(self, rollout_id: int) -> TrainBatch:
         """The next ``rollout_batch_size`` rows with the answers that stand in them (``--loss-type sft_loss``)."""

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from vime.errors import DataError
+from vime.models.layout import checkpoint_tensors
+from vime.models.spec import spec_from_hf
 
 SHAPE: dict[str, Any] = {
     "model_type": "qwen3",
@@ -28,14 +34,29 @@ EXPERTS |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers":
 
 
 def write_checkpoint(folder: Path, **shape: Any) -> str:
-    """A Hugging Face directory as the check looks at it: config, tokenizer files, and a weight file of one number."""
+    """A Hugging Face directory as the check looks at it: config, tokenizer files, and weights that are a header and a
+    hole."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPE | shape))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
-    header = json.dumps({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0\0\0")
+    try:
+        tensors = checkpoint_tensors(spec_from_hf(folder))
+    except DataError:  # a test of a config that is refused
+        tensors = {"x": (1,)}
+    write_weights(folder / "model.safetensors", tensors)
     return str(folder)
+
+
+def write_weights(file: Path, tensors: Mapping[str, tuple[int, ...]]) -> None:
+    entries, end = {}, 0
+    for name, shape in tensors.items():
+        start, end = end, end + 4 * math.prod(shape)
+        entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+    header = json.dumps(entries).encode()
+    with file.open("wb") as stream:
+        stream.write(len(header).to_bytes(8, "little") + header)
+        stream.truncate(8 + len(header) + end)
 
 
 def write_prompts(file: Path, count: int = 10) -> str:

@@ -4,13 +4,16 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.unit.config.conftest import Problems
-from tests.unit.config.runs import write_checkpoint, write_prompts
+from tests.unit.config.runs import write_checkpoint, write_prompts, write_weights
 from vime.backends.megatron_utils.checkpoint_directory import CheckpointDirectory
 from vime.config.check_files import function_problem
+from vime.models.layout import checkpoint_tensors
+from vime.models.spec import spec_from_hf
 
 
 @pytest.fixture
@@ -38,9 +41,33 @@ def _cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def _index(folder: Path) -> None:
+_TWO = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+
+
+# file and content -> what is said
+TEXTS = [
+    (("tokenizer.json", "{"), "tokenizer.json is not valid JSON"),
+    (("tokenizer.json", json.dumps({"model": {"vocab": ["x"] * 513}})), "has 513 tokens, but config.json says"),
+    (("tokenizer_config.json", "[]"), "tokenizer_config.json holds a list"),
+    (("chat_template.jinja", "{% for x in %}"), "chat_template.jinja:1 is no Jinja template"),
+    (("model.safetensors", "\2" + "\0" * 7 + "{}"), "have no tensor model.embed_tokens"),
+    (("model.safetensors", "\0\0\1" + "\0" * 5 + "[" * 65536), "is not a safetensors file"),
+]
+
+
+def _write(folder: Path, text: tuple[str, str]) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / text[0]).write_text(text[1])
+
+
+def _weights(folder: Path, **shape: int) -> None:
+    """The weights of another shape than config.json's."""
+    other = spec_from_hf(folder).replace(moe_layers=(), **shape)
+    write_weights(folder / "model.safetensors", checkpoint_tensors(other))
+
+
+def _index(folder: Path, names: Any = _TWO) -> None:
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
 
 
@@ -56,6 +83,11 @@ def _index(folder: Path) -> None:
         (lambda f: _cut(f / "model.safetensors"), "download it again"),
         (lambda f: (f / "model.safetensors").write_bytes(b"version https://git-lfs"), "is a git-lfs pointer"),
         (lambda f: (f / "model.safetensors").write_bytes(b""), "is cut off: 0 bytes"),
+        *((lambda f, text=text: _write(f, text), problem) for text, problem in TEXTS),
+        (lambda f: _weights(f, num_layers=1), "have no tensor model.layers.1.input_layernorm.weight"),
+        (lambda f: _weights(f, num_layers=3), "have 3 layers, but its config.json says num_hidden_layers 2"),
+        (lambda f: _weights(f, hidden_size=128), "embed_tokens.weight has shape [512, 128], but its config.json"),
+        *((lambda f, names=names: _index(f, names), "safetensors.index.json") for names in ([], {}, {"a": 1})),
         (_index, "1 of 2 weight files are missing, first model-00002-of-00002.safetensors"),
     ],
 )
@@ -64,6 +96,18 @@ def test_a_damaged_checkpoint(problems: Problems, broken: Path, damage, problem:
     (said,) = problems(f"--hf-checkpoint {broken}")
     assert problem in said
     assert str(broken) in said
+
+
+@pytest.mark.parametrize("flag", ["--hf-checkpoint", "--ref-load", "--load", "--save", "--save-hf", "--run-dir"])
+def test_a_path_that_no_system_takes(problems: Problems, flag: str) -> None:
+    said = problems(words=[flag, "/tmp/" + "x" * 5000])
+    assert any("File name too long" in problem for problem in said)
+
+
+@pytest.mark.parametrize("flag", ["--hf-checkpoint", "--ref-load", "--load"])
+def test_a_file_where_a_directory_belongs(problems: Problems, prompts: str, flag: str) -> None:
+    (said,) = problems(f"{flag} {prompts}")
+    assert said.startswith(f"{flag} {prompts}: ")
 
 
 def test_reference(problems: Problems, broken: Path, tmp_path: Path) -> None:

@@ -101,6 +101,9 @@ def test_three_answers_of_an_optional_switch() -> None:
         ("--lr -1", "--lr -1.0: must be at least 0"),
         ("--num-rollout 1.5", "--num-rollout 1.5: not a whole number"),
         ("--num-rollout -3", "--num-rollout -3: must be at least 0"),
+        ("--seed 99999999999999999999", "--seed 99999999999999999999: beyond what 64 bits hold"),
+        ("--vllm-max-num-seqs 3 --vllm-max_num_seqs 4", "--vllm-max-num-seqs is given twice"),
+        ("--vllm-enforce-eager --vllm-no-enforce-eager", "--vllm-enforce-eager is given twice"),
         ("--eps-clip-c 1", "--eps-clip-c 1.0: must be greater than 1"),
         ("--adam-beta1 9", "--adam-beta1 9.0: must be at most 1"),
         ("--colocate 4", "--colocate is a switch and takes no value, but '4' follows it"),
@@ -132,6 +135,14 @@ def test_words_before_any_flag() -> None:
 def test_a_flag_and_its_value_quoted_into_one_word() -> None:
     (said,) = problems("--save", "--lr 1e-6")
     assert said == "--save is followed by '--lr 1e-6': a flag and its value were quoted into one word"
+
+
+@pytest.mark.parametrize("flag", [flag for flag in flags().values() if flag.type is str], ids=lambda flag: flag.name)
+@pytest.mark.parametrize("text", ["", " ", "a\0b"])
+def test_no_text_is_empty_or_holds_a_null_character(flag: Flag, text: str) -> None:
+    (said,) = [problem for problem in parse_all([flag.text, text]).problems if flag.text in problem]
+    assert said.startswith(f"{flag.text} {text!r} ") or "must be one of" in said
+    assert "is missing" not in said
 
 
 def test_all_problems_at_once() -> None:

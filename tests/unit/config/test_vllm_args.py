@@ -71,6 +71,7 @@ def test_what_the_engine_command_owns_is_refused_here() -> None:
         ("enforce-eager", "true", "--vllm-enforce-eager is a switch and takes no value, but got 'true'"),
         ("no-enforce-eager", "x", "--vllm-no-enforce-eager is a switch"),
         ("kv-cache-dtype", "fp9", "must be one of auto, "),
+        ("compilation-config", '{"level": 3', "not valid JSON"),
         ("tensor-parallel-size", "2", "is vime's to set: --rollout-num-gpus-per-engine"),
         ("model", "x", "is vime's to set: --hf-checkpoint"),
         ("no-enable-sleep-mode", True, "is vime's to set: --colocate or --offload-rollout"),

@@ -83,11 +83,18 @@ def test_the_command_line_wins(read: Callable[..., Parsed]) -> None:
         ("rollout-stop: [[a]]", "run.yaml:3: --rollout-stop ['a']: not a text"),
         ("vllm-max-num-sqs: 3", "did you mean --vllm-max-num-seqs?"),
         ("{", "not valid YAML"),
+        ("num-rollout: " + "1" * 5000, "not valid YAML (Exceeds the limit"),
+        ("lr: " + "[" * 3000 + "]" * 3000, "not valid YAML (maximum recursion depth"),
+        ("[lr, seed]: 1", "run.yaml:3: an option's name is a word, not a list or a mapping"),
     ],
 )
 def test_one_problem_and_where_it_stands(read: Callable[..., Parsed], line: str, problem: str) -> None:
     (said,) = read(f"hf-checkpoint: model\nrollout-batch-size: 4\n{line}\n").problems
     assert problem in said
+
+
+def test_topics_without_options_and_no_engine_options(read: Callable[..., Parsed]) -> None:
+    assert read("hf-checkpoint: model\nrollout-batch-size: 4\noptimizer:\nvllm:\n").problems == []
 
 
 def test_not_a_mapping(read: Callable[..., Parsed]) -> None:

@@ -163,11 +163,32 @@ def test_padding_and_end_tokens(tmp_path: Path) -> None:
         (LLAMA2, {"hidden_size": None}, "has no 'hidden_size'"),
         (LLAMA2, {"num_hidden_layers": "32"}, "'num_hidden_layers' is '32', not a positive whole number"),
         (LLAMA2, {"vocab_size": 0}, "'vocab_size' is 0"),
+        (LLAMA2, {"rms_norm_eps": "small"}, "'rms_norm_eps' is 'small', not a positive number"),
+        (LLAMA2, {"rms_norm_eps": -1e-6}, "'rms_norm_eps' is -1e-06, not a positive number"),
+        (LLAMA2, {"rope_theta": "x"}, "'rope_theta' is 'x', not a positive number"),
+        (LLAMA2, {"rope_parameters": [1]}, r"'rope_parameters' is \[1\], not an object"),
+        (LLAMA2, {"rope_parameters": {"rope_theta": "x"}}, "'rope_theta' is 'x', not a positive number"),
+        (LLAMA2, {"rope_scaling": "yarn"}, "'rope_scaling' is 'yarn', not an object"),
+        (LLAMA2, {"layer_types": 5}, "'layer_types' is 5, not a list of names"),
+        (LLAMA2, {"layer_types": [[1]]}, r"'layer_types' is \[\[1\]\], not a list of names"),
+        (LLAMA2, {"tie_word_embeddings": "yes"}, "'tie_word_embeddings' is 'yes', not true or false"),
+        (LLAMA2, {"eos_token_id": "</s>"}, "'eos_token_id' is '</s>', not ids of the 32000 tokens"),
+        (LLAMA2, {"eos_token_id": [[2]]}, r"'eos_token_id' is \[\[2\]\], not ids"),
+        (LLAMA2, {"eos_token_id": 32000}, "'eos_token_id' is 32000, not ids of the 32000 tokens"),
+        (QWEN3_30B_A3B, {"mlp_only_layers": "0"}, "'mlp_only_layers' is '0', not a list of whole numbers"),
+        (QWEN3_30B_A3B, {"norm_topk_prob": "true"}, "'norm_topk_prob' is 'true', not true or false"),
     ],
 )
 def test_refused_by_name(tmp_path: Path, base: dict[str, Any], change: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         spec_from_hf(write(tmp_path, base | change))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"a": "\xe9"}'.encode("latin-1")])
+def test_what_is_no_json_object(tmp_path: Path, text: str | bytes) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(DataError, match=r"config.json (is not valid JSON|holds a list)"):
+        spec_from_hf(tmp_path)
 
 
 def test_all_refusals_at_once(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -36,7 +37,10 @@ def file(request, tmp_path):
     return {"jsonl": jsonl, "parquet": parquet}[request.param](tmp_path / f"rows.{request.param}", ROWS)
 
 
-@pytest.mark.parametrize("part", ["", "@[:]", "@[2:5]", "@[7:]", "@[:3]", "@[-4:-1]", "@[-3:]", "@[2:-2]", "@[8:99]"])
+@pytest.mark.parametrize(
+    "part",
+    ["", "@[:]", "@[2:5]", "@[7:]", "@[:3]", "@[-4:-1]", "@[-3:]", "@[2:-2]", "@[8:99]", "@[2:" + "9" * 50 + "]"],
+)
 def test_slices_are_pythons(file, part):
     expected = eval(f"ROWS{part[1:] or '[:]'}")
     rows = list(read_prompts(file + part, options()))
@@ -53,7 +57,7 @@ def test_a_slice_is_counted_in_rows_and_named_by_line(tmp_path):
     assert rows[0].where == f"{path}:4"
 
 
-@pytest.mark.parametrize("path", ["x@[1]", "x@[a:b]", "x@[1:2:3]"])
+@pytest.mark.parametrize("path", ["x@[1]", "x@[a:b]", "x@[1:2:3]", "x@[-:]", "x@[:-]"])
 def test_a_slice_that_is_none_is_refused(path):
     with pytest.raises(DataError, match=r"path@\[a:b\]"):
         split_slice(path)
@@ -75,6 +79,11 @@ BAD = [
     ('{"q": [{"role": "user", "content": "x"}], "a": 1}', "needs --apply-chat-template"),
     ('{"q": "x", "a": 1, "metadata": 3}', "'metadata' must be an object, this is a number"),
     ('{"q": "x", "a": 1, "metadata": "nope"}', "'metadata' is a string but not JSON"),
+    ('{"q": "x", "a": 1, "metadata": {"rm_type": "maths"}}', "asks for rm_type 'maths', not deepscaler, math"),
+    ('{"q": "x", "a": 1, "metadata": {"rm_type": [1]}}', "asks for rm_type [1], not deepscaler"),
+    ('{"q": "x\\ud800", "a": 1}', "'q' holds half a surrogate pair"),
+    ('{"q": "x", "a": ["\\udfff"]}', "'a' holds half a surrogate pair"),
+    ("[" * 100_000, "not a JSON object"),
 ]
 
 
@@ -85,6 +94,16 @@ def test_the_first_bad_row_is_named_by_its_line(tmp_path, line, message):
     (problem,) = validate_prompt_file(str(path), options())
     assert problem.startswith(f"{path}:3: ")
     assert message in problem
+
+
+def test_a_file_that_the_system_cannot_read(tmp_path):
+    whole = Path(parquet(tmp_path / "rows.parquet", ROWS)).read_bytes()
+    (tmp_path / "damaged.parquet").write_bytes(b"PAR1" + b"\xff" * 40 + whole[44:])
+    for name in ("damaged.parquet", "x" * 300):
+        (said,) = validate_prompt_file(str(tmp_path / name), options())
+        assert "cannot be read" in said or "no such file" in said
+        assert "\n" not in said
+    assert validate_prompt_file(str(tmp_path), options()) == [f"{tmp_path}: not a file"]
 
 
 def test_bytes_that_are_no_text_are_named(tmp_path):

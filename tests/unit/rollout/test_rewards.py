@@ -265,6 +265,23 @@ def test_what_a_custom_function_does_wrong_is_said(module):
         with pytest.raises(VimeError) as caught:
             score(config(custom_rm_path=f"my_rewards.{name}", **more), sample("x"))
         assert message in str(caught.value)
+    module.huge = lambda options, one: 10**400
+    module.exits = lambda options, one: sys.exit(3)
+    module.stops = lambda options, one: next(iter(()))
+
+    async def async_exits(options, one):
+        sys.exit(3)
+
+    module.async_exits = async_exits
+    for name, message in [
+        ("huge", "must be a finite number"),
+        ("exits", "SystemExit(3)"),
+        ("stops", "StopIteration()"),
+        ("async_exits", "SystemExit(3)"),
+    ]:
+        with pytest.raises(VimeError) as caught:
+            score(config(custom_rm_path=f"my_rewards.{name}", rm_timeout=20.0), sample("x"))
+        assert message in str(caught.value)
     module.few = lambda options, group: [1]
     rewarder = Rewarder(config(custom_rm_path="my_rewards.few", group_rm=True))
     with pytest.raises(VimeError, match="a list of 2 rewards"):
@@ -279,6 +296,32 @@ def test_a_custom_function_that_hangs_does_not_hold_up_the_error(module):
         score(config(custom_rm_path="my_rewards.hangs", rm_timeout=0.1), sample("x"))
     assert time.monotonic() - start < 30  # the thread waits for 60
     release.set()
+
+
+def test_an_async_function_that_blocks_does_not_hold_up_the_error(module):
+    release = threading.Event()
+
+    async def blocks(options, one):
+        release.wait(60)
+
+    async def works(options, one):
+        await asyncio.sleep(0)
+        return 1
+
+    module.blocks, module.works = blocks, works
+    start = time.monotonic()
+    with pytest.raises(VimeError, match=r"took longer than 0.1 s"):
+        score(config(custom_rm_path="my_rewards.blocks", rm_timeout=0.1), sample("x"))
+    assert time.monotonic() - start < 30
+    release.set()
+    assert score(config(custom_rm_path="my_rewards.works"), sample("x")) == [1]
+
+
+def test_a_module_that_ends_the_process_when_imported(tmp_path, monkeypatch):
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(5)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="importing leaves failed: SystemExit: 5"):
+        Rewarder(config(custom_rm_path="leaves.f"))
 
 
 def test_options_that_do_not_fit_together(module):

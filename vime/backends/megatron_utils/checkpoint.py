@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,7 @@ from vime.models.spec import ModelSpec  # noqa: E402
 from vime.observe.progress import Progress  # noqa: E402
 
 FORMAT = 1
+_FULL = 1 << 20  # bytes left on a disk that is full
 _SAME_MODEL = ("eos_token_ids", "dtype", "max_position_embeddings")  # entries of a spec that weights do not depend on
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ def save_checkpoint(
     with (
         _shown("save checkpoint"),
         cpu_compat.cpu_for_cuda(),
-        _as_data_error(f"cannot write a checkpoint to {directory}"),
+        _as_data_error(f"cannot write a checkpoint to {directory}", directory),
     ):
         state = _model_state(chunks, metadata)
         if optimizer is not None:
@@ -298,8 +300,27 @@ def _shown(label: str) -> Iterator[None]:
 
 
 @contextmanager
-def _as_data_error(what: str) -> Iterator[None]:
+def _as_data_error(what: str, written: str | Path | None = None) -> Iterator[None]:
     try:
         yield
     except (CheckpointingException, CheckpointException, OSError, KeyError, ValueError) as error:
-        raise DataError(f"{what}: {type(error).__name__}: {error}") from error
+        logger.warning("%s", what, exc_info=error)  # into the rank's log; the message says what it comes down to
+        why = _root(error)
+        if written is not None and "No space left" not in why and shutil.disk_usage(written).free < _FULL:
+            why = f"No space left on device ({why})"  # torch's writer has a complaint of its own
+        raise DataError(f"{what}: {why}") from error
+
+
+def _root(error: BaseException) -> str:
+    """What an error comes down to: torch's says which ranks failed and carries all their stacks."""
+    rank = ""
+    if isinstance(error, CheckpointException) and error.failures:
+        number, (error, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        rank = f"rank {number}: "
+    chain: list[BaseException] = []
+    deeper: BaseException | None = error
+    while deeper is not None and deeper not in chain:
+        chain.append(deeper)
+        deeper = deeper.__cause__ or deeper.__context__
+    system = next((one for one in chain if isinstance(one, OSError)), error)
+    return f"{rank}{type(system).__name__}: {system}"

@@ -96,9 +96,9 @@ class CheckpointDirectory:
     def _latest(self) -> int | None:
         try:
             text = (self.path / LATEST).read_text(encoding="utf-8").strip()
-        except FileNotFoundError:
+        except (OSError, UnicodeDecodeError):  # not there, or the path is no folder
             return None
-        return int(text) if text.isdigit() else None
+        return int(text) if text.isdecimal() and len(text) < 20 else None
 
     def _all(self) -> list[tuple[int, Path]]:
         if not self.path.is_dir():

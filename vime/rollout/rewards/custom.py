@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from vime.errors import VimeError
-from vime.rollout.threads import in_thread
+from vime.rollout.threads import in_own_loop, in_thread
 
 
 async def call(function: Callable[..., Any], flag: str, seconds: float, *args: Any) -> Any:
-    """Result of the user's function. A sync one runs in a thread, so that the other answers go on meanwhile.
+    """Result of the user's function. It runs in a thread or a loop of its own, so that the other answers go on
+    meanwhile.
 
     Raises:
         VimeError: it raised (with the place in the user's file), or took longer than ``seconds``.
@@ -23,9 +24,9 @@ async def call(function: Callable[..., Any], flag: str, seconds: float, *args: A
     try:
         async with asyncio.timeout(seconds) as deadline:
             if inspect.iscoroutinefunction(function):
-                return await function(*args)
+                return await in_own_loop(function(*args))
             result = await in_thread(function, *args)
-            return await result if inspect.isawaitable(result) else result
+            return await in_own_loop(result) if inspect.isawaitable(result) else result
     except VimeError:
         raise
     except TimeoutError as error:

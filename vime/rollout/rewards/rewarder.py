@@ -130,7 +130,7 @@ class Rewarder:
             value = value[key]
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
             raise VimeError(f"the reward of answer {sample.index} is {value!r:.100}; it must be a finite number")
