@@ -157,10 +157,15 @@ def _convert(words: list[str]) -> int:
         prog="vime convert",
         description="Hugging Face directory -> Megatron torch_dist checkpoint, or back; which way follows from SOURCE.",
     )
-    parser.add_argument("source", metavar="SOURCE", help="a Hugging Face directory, or a torch_dist checkpoint")
-    parser.add_argument("target", metavar="TARGET", help="a directory that does not exist yet")
     parser.add_argument(
-        "--hf-checkpoint", metavar="PATH", help="from torch_dist: Hugging Face directory with the config and tokenizer"
+        "source", metavar="SOURCE", type=_path, help="a Hugging Face directory, or a torch_dist checkpoint"
+    )
+    parser.add_argument("target", metavar="TARGET", type=_path, help="a directory that does not exist yet")
+    parser.add_argument(
+        "--hf-checkpoint",
+        metavar="PATH",
+        type=_path,
+        help="from torch_dist: Hugging Face directory with the config and tokenizer",
     )
     parser.add_argument("--dtype", choices=("auto", "bf16", "fp32"), default="auto", help="default: the checkpoint's")
     chosen = parser.parse_args(words)
@@ -198,6 +203,12 @@ def _convert(words: list[str]) -> int:
     return 0
 
 
+def _path(text: str) -> str:
+    if not text.strip() or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is no path")
+    return text
+
+
 def _readable(flag: str, path: str) -> list[str]:
     try:
         read_spec(flag, path)
@@ -218,7 +229,9 @@ class _Parser(argparse.ArgumentParser):
 
 def _report(words: list[str]) -> int:
     parser = _Parser(prog="vime report", description="Write one HTML page about a run.")
-    parser.add_argument("run_dir", metavar="RUN", help="the run's directory (--run-dir, by default runs/<date>-<time>)")
+    parser.add_argument(
+        "run_dir", metavar="RUN", type=_path, help="the run's directory (--run-dir, by default runs/<date>-<time>)"
+    )
     chosen = parser.parse_args(words)
     from vime.observe.report import write_report
 

@@ -184,6 +184,9 @@ def test_train_py_is_vime_train(tmp_path: Path) -> None:
         (["report", "/nowhere"], 2, "/nowhere/metrics.jsonl does not exist"),
         (["convert", "a"], 2, "the following arguments are required: TARGET"),
         (["convert", "/nowhere", "b"], 2, "SOURCE /nowhere: no such directory"),
+        (["convert", "a", ""], 2, "argument TARGET: '' is no path"),
+        (["convert", "a", "b\0"], 2, "argument TARGET: 'b\\x00' is no path"),
+        (["report", " "], 2, "argument RUN: ' ' is no path"),
     ],
 )
 def test_commands(capsys: pytest.CaptureFixture[str], argv: list[str], code: int, shown: str) -> None:

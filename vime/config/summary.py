@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from vime.backends.megatron_utils.checkpoint_directory import CheckpointDirectory
 from vime.backends.vllm_utils.command import max_model_len
 from vime.config import Config
 from vime.config.check import Findings
@@ -100,6 +101,9 @@ def _checkpoints(config: Config, rollouts: int | None) -> Iterator[tuple[str, st
     checkpoint = config.checkpoint
     if checkpoint.load:
         step = checkpoint_step(checkpoint.load) if os.path.isdir(checkpoint.load) else None
+        damaged = CheckpointDirectory(checkpoint.load).damaged()
+        if damaged:
+            yield "load", f"{', '.join(damaged)} below {checkpoint.load} is not whole and is passed over"
         if step is None:
             why = "is empty" if os.path.isdir(checkpoint.load) else "does not exist yet"
             yield "load", f"{checkpoint.load} {why}: a fresh start from --hf-checkpoint"

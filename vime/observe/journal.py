@@ -20,7 +20,7 @@ def _whole_rows(data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
         if not line.endswith(b"\n"):
             return
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_constant=lambda name: None)  # NaN, which no JSON has
         except ValueError:  # a crash of the whole machine may leave zero bytes where a line should be
             return
         if not isinstance(row, dict):

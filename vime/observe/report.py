@@ -29,7 +29,7 @@ def write_report(run_dir: str | Path) -> Path:
         DataError: the directory holds no ``metrics.jsonl`` with at least one whole row.
     """
     run_dir = Path(run_dir)
-    rows = read_rows(run_dir / "metrics.jsonl")
+    rows = [row for row in read_rows(run_dir / "metrics.jsonl") if isinstance(row.get("step"), int)]
     if not rows:
         there = "is empty" if (run_dir / "metrics.jsonl").exists() else "does not exist"
         raise DataError(f"{run_dir / 'metrics.jsonl'} {there}: give the directory of a run that made at least one step")

@@ -304,7 +304,7 @@ def _as_data_error(what: str, written: str | Path | None = None) -> Iterator[Non
     try:
         yield
     except (CheckpointingException, CheckpointException, OSError, KeyError, ValueError) as error:
-        logger.warning("%s", what, exc_info=error)  # into the rank's log; the message says what it comes down to
+        logger.info("%s", what, exc_info=error)  # into the rank's log; the message says what it comes down to
         why = _root(error)
         if written is not None and "No space left" not in why and shutil.disk_usage(written).free < _FULL:
             why = f"No space left on device ({why})"  # torch's writer has a complaint of its own

@@ -77,6 +77,13 @@ class CheckpointDirectory:
         complete = [(step, path) for step, path in self._all() if is_complete(path)]
         return max(complete) if complete else None
 
+    def damaged(self) -> list[str]:
+        """Names of checkpoints above the one to continue from that are not whole, and so are passed over."""
+        newest = self.newest()
+        return [
+            path.name for step, path in self._all() if (newest is None or step > newest[0]) and not is_complete(path)
+        ]
+
     def prune(self, keep: int) -> list[Path]:
         """Remove all but the ``keep`` complete checkpoints written last; return what was removed. The one to continue
         from always stays, and so does whatever does not look like a checkpoint of ours."""

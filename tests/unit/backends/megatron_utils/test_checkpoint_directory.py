@@ -135,6 +135,23 @@ def test_prune_keeps_the_last_written_and_strangers(tmp_path: Path) -> None:
         directory.prune(0)
 
 
+def test_what_is_passed_over_is_named(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    for step in (1, 2, 3):
+        write(directory, step)
+    assert directory.damaged() == []
+    (directory.path_of(3) / "sub" / "part").write_text("half")
+    assert directory.damaged() == ["iter_0000003"]
+    (tmp_path / LATEST).write_text("1")  # somebody goes back in time: 2 is whole
+    assert directory.damaged() == ["iter_0000003"]
+    assert CheckpointDirectory(tmp_path / "none").damaged() == []
+
+
+def test_a_path_that_is_no_folder_has_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert CheckpointDirectory(tmp_path / "file").newest() is None
+
+
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (
