@@ -143,9 +143,7 @@ def test_killed_run_without_samples_or_options_is_reported(tmp_path: Path) -> No
 
 
 def test_rows_that_somebody_edited(tmp_path: Path) -> None:
-    rows = (
-        '{"a": 1}\n{"step": 0, "train/loss": NaN, "b": Infinity}\n{"step": "x"}\n{"step": 1, "train/loss": 2}\n'
-    )
+    rows = '{"a": 1}\n{"step": 0, "train/loss": NaN, "b": Infinity}\n{"step": "x"}\n{"step": 1, "train/loss": 2}\n'
     (tmp_path / "metrics.jsonl").write_text(rows)
     assert '"steps": [0, 1]' in write_report(tmp_path).read_text()
 
