@@ -6,6 +6,7 @@ vLLM's own command line in a process group of its own. Whatever dies, the rest f
 * the caller dies, even by kill -9: the supervisor sees another parent (``getppid``), kills the tree, removes its files.
   (Not PR_SET_PDEATHSIG: that follows the *thread* that started the engine, which in a Ray actor ends early.)
 * the API server or EngineCore dies: the supervisor, which adopts orphans (PR_SET_CHILD_SUBREAPER), kills what remains.
+  (Without its EngineCore a server ends by itself, but not before it has answered: a control call never gets an answer.)
 * the supervisor dies: the API server watches it likewise and does the same; EngineCore and the workers, which
   ``multiprocessing`` starts by importing this module as ``__mp_main__``, watch their own parents.
 
@@ -34,7 +35,8 @@ from vime.backends.vllm_utils import processes
 
 MODULE = "vime.backends.vllm_utils.launcher"
 POLL = 0.25  # seconds between looks at the parent
-NOTE_INTERVAL = 2.0  # seconds between notes of the shared memory in use
+NOTE_INTERVAL = 2.0  # seconds between looks at the processes below: the shared memory they use, and whether they live
+CORE_GRACE = 5.0  # seconds from when EngineCore is found dead to the end of a server that has not ended by itself
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
@@ -64,6 +66,7 @@ def supervise(vllm_args: list[str], parent: int, scratch: Path, grace: float) ->
     status: int | None = None
     kill_at: float | None = None
     note_at = 0.0
+    cores: set[int] = set()
     try:
         while status is None and os.getppid() == parent and not (kill_at and time.monotonic() > kill_at):
             received = signal.sigtimedwait(_SIGNALS, POLL)
@@ -73,6 +76,9 @@ def supervise(vllm_args: list[str], parent: int, scratch: Path, grace: float) ->
             if now > note_at or stop:
                 processes.note_segments(scratch, [p.pid for p in processes.descendants(os.getpid())])
                 note_at = now + NOTE_INTERVAL
+                before, cores = cores, processes.spawned(server.pid)
+                if before - cores:
+                    kill_at = kill_at or now + CORE_GRACE
             if stop and status is None:
                 kill_at = now if kill_at else now + grace  # the second signal does not wait
                 os.kill(server.pid, signal.SIGTERM)

@@ -32,6 +32,17 @@ def descendants(pid: int) -> list[psutil.Process]:
     return [child for child in children if _living(child)]
 
 
+def spawned(pid: int) -> set[int]:
+    """The living processes that ``multiprocessing`` has started for ``pid``: EngineCore, if that is an API server."""
+    found = set()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                if _living(child) and any("spawn_main" in word for word in child.cmdline()):
+                    found.add(child.pid)
+    return found
+
+
 def _living(process: psutil.Process) -> bool:
     try:
         return process.status() != psutil.STATUS_ZOMBIE

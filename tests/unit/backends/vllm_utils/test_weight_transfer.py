@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
-import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from tests.engine import TinyEngine
 
 CASES = [
     pytest.param("qwen3", "tied", 1, id="dense-tied"),
@@ -60,58 +55,3 @@ def test_both_paths_leave_what_vllm_itself_would_have_loaded(tmp_path: Path, fam
         assert failure["phase"] == "update"
         assert "Attempted to load weight" in failure["cause"]
     assert out["versions"] == [4] * tp
-
-
-def test_traffic_during_syncs_is_answered_from_one_version_each(engine: TinyEngine, tmp_path: Path) -> None:
-    """Requests come all the time while two sets of weights alternate: none fails, none waits for ever, and every answer
-    is the greedy one of the version that it says it is from."""
-    from tests.tiny import make_checkpoint
-    from tests.unit.backends.vllm_utils.one_rank import OneRank
-    from vime.backends.vllm_utils.client import AsyncEngineClient, SamplingParams
-
-    trainer = OneRank(engine, check_weight_update="full")
-    checkpoints = [engine.checkpoint, make_checkpoint(tmp_path, seed=7)]
-    trainer.load(checkpoints[0])
-    trainer.connect()
-    trainer.update.update_weights(100)
-    prompts = [[1, 5, 9, 13], [300, 200, 100], [7] * 20]
-    sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    answers: list[tuple[int, list[int], list[int]]] = []
-    ended = threading.Event()
-
-    async def traffic() -> None:
-        async with AsyncEngineClient(engine.url) as client:
-
-            async def ask(number: int) -> None:
-                count = 0
-                while not ended.is_set():
-                    found = await client.generate(
-                        prompts[number % 3], sampling, f"traffic-{number}-{count}", timeout=60
-                    )
-                    answers.append((number % 3, found.token_ids, found.weight_versions))
-                    count += 1
-
-            await asyncio.gather(*(ask(number) for number in range(6)))
-
-    requests = threading.Thread(target=lambda: failures.append(asyncio.run(traffic())))
-    failures: list[Any] = []
-    requests.start()
-    for version in range(101, 131):
-        trainer.load(checkpoints[version % 2])
-        trainer.update.update_weights(version)
-    ended.set()
-    requests.join(120)
-    assert failures == [None]  # it came to its end without an exception
-    trainer.load(checkpoints[0])
-    trainer.update.update_weights(132)
-
-    seen: dict[tuple[int, int], set[tuple[int, ...]]] = {}
-    for prompt, tokens, versions in answers:
-        assert len(versions) == 1, versions
-        seen.setdefault((prompt, versions[0] % 2), set()).add(tuple(tokens))
-    assert len(answers) > 60
-    assert len({versions[0] for _, _, versions in answers}) > 10
-    for prompt in range(3):
-        assert len(seen[prompt, 0]) == 1
-        assert len(seen[prompt, 1]) == 1
-        assert seen[prompt, 0] != seen[prompt, 1]

@@ -268,7 +268,8 @@ class UpdateWeightFromTensor:
             engine.proven |= index not in failed
             if index not in failed:
                 engine.untold.clear()
-            engine.resumes = led[index].resumes if index in failed and index in led else None
+            # Of one that was asleep it is asked again: it may be woken by then.
+            engine.resumes = (led[index].resumes or None) if index in failed and index in led else None
             if index in failed:
                 self._channels.close(index)
                 engine.channel = False
