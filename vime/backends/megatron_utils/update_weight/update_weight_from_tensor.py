@@ -234,6 +234,7 @@ class UpdateWeightFromTensor:
         for engine in self._engines.values():  # also those that this update leaves out
             engine.untold |= {part["rank"]: part for part in handles if part is not None}
         waited = time.perf_counter() - started
+        self._open_channels(chosen)
 
         led = {
             engine.address.index: EngineUpdate(
@@ -244,7 +245,6 @@ class UpdateWeightFromTensor:
         }
         updates = list(led.values())
         unsent: list[dict[str, Any]] = []
-        self._open_channels(chosen)
         try:
             with self._channels.serving(sorted(by_plan), version, self._arenas(), unsent):
                 for_each(updates, lambda update: self._begin(update, version, by_plan, by_bucket))
