@@ -78,12 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = f"{error.filename}: " if error.filename else ""
         print(f"vime: {place}{error.strerror}", file=sys.stderr)
         return FAILED
-    except KeyboardInterrupt:
-        print("vime: interrupted", file=sys.stderr)
-        return INTERRUPTED
     except Terminated as end:
         print(f"vime: {end}", file=sys.stderr)
         return 128 + end.signum
+    except KeyboardInterrupt:
+        print("vime: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _complain(problems: Sequence[str]) -> None:

@@ -12,8 +12,12 @@ from types import FrameType
 RUN_VARIABLE = "VIME_RUN"  # marks every process of a run; the janitor finds them by it
 
 
-class Terminated(BaseException):
-    """SIGTERM or SIGHUP arrived. Not an ``Exception``: nothing but the clean-up may hold it up."""
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP arrived. Not an ``Exception``: nothing but the clean-up may hold it up.
+
+    A KeyboardInterrupt, because Ray's waits know no other: they turn whatever else a signal raises within them into a
+    SystemError, and this one into a new KeyboardInterrupt, which :func:`signals_as_exceptions` turns back.
+    """
 
     def __init__(self, signum: int) -> None:
         self.signum = signum
@@ -50,12 +54,19 @@ def run_id() -> str:
 def signals_as_exceptions() -> Iterator[None]:
     """Within: SIGTERM and SIGHUP raise :class:`Terminated` in the main thread, so that ``finally`` blocks run."""
 
+    received: list[Terminated] = []
+
     def raise_terminated(signum: int, frame: FrameType | None) -> None:
-        raise Terminated(signum)
+        received.append(Terminated(signum))
+        raise received[-1]
 
     before = {s: signal.signal(s, raise_terminated) for s in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
+    except KeyboardInterrupt as error:
+        if received and not isinstance(error, Terminated):
+            raise received[-1] from error
+        raise
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +15,11 @@ from vime.cluster.device import Device, gpu_count
 from vime.cluster.janitor import Janitor
 from vime.cluster.process import RUN_VARIABLE, run_id
 from vime.config import Config
+from vime.errors import VimeError
 
 _OBJECT_STORE_BYTES = 256 << 20  # a rollout is tokens and log-probs: tens of megabytes at most for a local run
+_CONNECT_SECONDS = 5.0
+_JOIN = "--ray-address (or RAY_ADDRESS)"
 
 
 def ray_address(config: Config) -> str | None:
@@ -23,16 +27,41 @@ def ray_address(config: Config) -> str | None:
     return config.cluster.ray_address or os.environ.get("RAY_ADDRESS") or None
 
 
+def expect_listener(address: str) -> None:
+    """Say at once that nobody is there, which takes Ray minutes. What is no host:port ("auto") is left to Ray.
+
+    Raises:
+        VimeError: nothing accepts connections at ``address``.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise VimeError(
+            f"{_JOIN} {address}: no Ray cluster answers there ({error}); start one by `ray start --head`, or leave "
+            "the address out for a cluster of the run's own"
+        ) from error
+
+
 @contextmanager
 def ray_runtime(config: Config, device: Device) -> Iterator[None]:
     """Within: Ray is connected. Afterwards nothing that the run started is left, also when the driver is killed."""
     mark = {RUN_VARIABLE: run_id()}
+    address = ray_address(config)
+    if address:
+        expect_listener(address)
     # Short, because Ray puts unix sockets (107 characters at most) below it.
     folder = tempfile.mkdtemp(prefix="vime-")
     with Janitor(run_id(), folder):
-        address = ray_address(config)
         if address:
-            ray.init(address=address, namespace=run_id(), logging_level=logging.ERROR, runtime_env={"env_vars": mark})
+            try:
+                ray.init(
+                    address=address, namespace=run_id(), logging_level=logging.ERROR, runtime_env={"env_vars": mark}
+                )
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise VimeError(f"{_JOIN} {address}: cannot join this Ray cluster: {error}") from error
         else:
             processes = config.cluster.world_size + config.cluster.num_rollout_gpus
             ray.init(
