@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from vime.errors import ConfigError
 
 
 def sync_file(path: str | Path) -> None:
@@ -39,6 +44,32 @@ def write_text(path: str | Path, text: str) -> None:
         os.fsync(file.fileno())
     os.replace(aside, path)
     sync_directory(path.parent)
+
+
+@contextmanager
+def claimed(folder: str | Path, flag: str) -> Iterator[None]:
+    """Within: ``folder``, which is there, is this process's to write in. The claim ends with the process at the latest.
+
+    Raises:
+        ConfigError: another process has claimed it; names ``flag``.
+    """
+    file = open(Path(folder) / ".claimed", "a+", encoding="utf-8")  # noqa: SIM115 - closed below, with the claim
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise ConfigError(
+                [f"{flag} {folder}: another run (pid {file.read().strip()}) is writing there; choose another directory"]
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+    finally:
+        file.close()
 
 
 def publish_directory(aside: str | Path, final: str | Path) -> None:

@@ -20,6 +20,7 @@ from vime.cluster.serving import Serving
 from vime.cluster.trainer_group import TrainerGroup
 from vime.config import Config
 from vime.errors import DataError
+from vime.files import claimed
 from vime.models.hf_config import read_json
 from vime.models.spec import spec_from_hf
 from vime.observe.tracker import Tracker, new_run_dir
@@ -89,6 +90,10 @@ def open_run(config: Config) -> Iterator[Run]:
         config = replace(config, weight_sync=replace(config.weight_sync, update_weight_disk_dir=disk))
     with ExitStack() as stack:
         stack.enter_context(signals_as_exceptions())
+        stack.enter_context(claimed(run_dir, "--run-dir"))
+        if config.checkpoint.save:
+            Path(config.checkpoint.save).mkdir(parents=True, exist_ok=True)
+            stack.enter_context(claimed(config.checkpoint.save, "--save"))
         # First what needs no engine and fails most often: functions that do not import, prompts that are all too long.
         rollout = Rollout(config, _tokenizer(config))
         stack.callback(rollout.close)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,27 @@ def test_a_function_that_cannot_be_imported(config: Config, tmp_path: Path, monk
 def test_prompts_that_are_all_too_long(config: Config) -> None:
     data = dataclasses.replace(config.data, rollout_max_prompt_len=1)
     assert "every prompt is longer than 1 tokens" in refused(dataclasses.replace(config, data=data))
+
+
+@pytest.mark.parametrize("flag", ["--run-dir", "--save"])
+def test_a_directory_that_another_run_writes_to(config: Config, tmp_path: Path, flag: str) -> None:
+    checkpoint = dataclasses.replace(config.checkpoint, save=str(tmp_path / "save"))
+    config = dataclasses.replace(config, checkpoint=checkpoint)
+    folder = tmp_path / {"--run-dir": "run", "--save": "save"}[flag]
+    folder.mkdir()
+    code = (
+        "import sys; from vime.files import claimed\nwith claimed(sys.argv[1], ''): print('mine', flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "mine\n"
+        assert f"{flag} {folder}: another run (pid {other.pid}) is writing there" in refused(config)
+        other.kill()
+        other.wait()
+    with pytest.raises(AssertionError, match="Ray would"), run.open_run(config):
+        pass
 
 
 def test_a_tokenizer_that_cannot_be_read(config: Config) -> None:
