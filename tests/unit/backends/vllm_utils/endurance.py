@@ -10,7 +10,7 @@ import datetime
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,12 +108,12 @@ def _endure(
     return samples, seconds
 
 
-def halves(samples: list[Sample], of: str) -> tuple[int, int]:
+def halves(samples: list[Sample], of: str, pick: Callable[[list[int]], int] = max) -> tuple[int, int]:
     """The most of something in the first half of the samples, and in the second. The first fifth is left out: caches
     and allocators fill."""
     values = [getattr(sample, of) for sample in samples]
     middle = len(values) // 2
-    return max(values[len(values) // 5 : middle]), max(values[middle:])
+    return pick(values[len(values) // 5 : middle]), pick(values[middle:])
 
 
 def table(samples: Samples) -> str:

@@ -33,7 +33,7 @@ def test_memory_and_descriptors_stay_as_they_are(engine: TinyEngine, transport: 
     assert len(samples) >= 2 + 3  # ranks; supervisor, server, worker
     for process, found in samples.items():
         for what in ("descriptors", "arenas"):
-            first, second = halves(found, what)
+            first, second = halves(found, what, min)  # a look may meet a connection that is just being closed
             assert second <= first, f"{process}: {what}"
         for what in ("uss", "pss"):
             first, second = halves(found, what)
