@@ -33,6 +33,8 @@ def start_of_process() -> str:
     run_id = f"{os.getpid()}-{secrets.token_hex(4)}"
     os.environ[RUN_VARIABLE] = run_id
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # A thread that is left behind and calls Ray once it has been shut down would start a new one.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     # Ray would otherwise warn, at every start, that it is about to change how it treats processes without a GPU.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     return run_id

@@ -65,6 +65,17 @@ def test_a_signal_while_ray_waits(name: str) -> None:
     assert "Traceback" not in run.stderr
 
 
+def test_a_thread_left_behind_starts_no_new_ray() -> None:
+    code = (
+        "from vime.cluster.process import start_of_process\n"
+        "start_of_process()\n"
+        "import ray\n"
+        "try:\n    ray.put(1)\nexcept Exception as error:\n    print(type(error).__name__, ray.is_initialized())\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert run.stdout.endswith(" False\n"), run.stdout + run.stderr
+
+
 def test_a_ray_cluster_that_is_not_there_is_said_at_once() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
