@@ -13,6 +13,7 @@ while the driver lives.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import shutil
@@ -20,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -30,6 +31,7 @@ from vime.cluster.process import RUN_VARIABLE
 _LOOK_SECONDS = 1.0
 _TERM_SECONDS = 3.0
 _KILL_SECONDS = 20.0
+_SCRATCH = "--scratch"  # vime.backends.vllm_utils.launcher's option
 
 
 class _Process(NamedTuple):
@@ -49,6 +51,7 @@ class RunProcesses:
         self._not_ours = {process for process, _ in _living() if process.pid in (os.getpid(), driver)}
         self._driver = next((process for process in self._not_ours if process.pid == driver), None)
         self._known: set[_Process] = set()
+        self.scratch: set[str] = set()  # engines' temporary folders, which stand in their command lines
 
     def look(self, *, traces: bool = True) -> list[int]:
         """Pids of the run's living processes: not the driver's, nor the caller's own.
@@ -69,6 +72,10 @@ class RunProcesses:
         }:
             known |= children
         self._known = known
+        for process in known:
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+                self.scratch |= {after for word, after in itertools.pairwise(words) if word == _SCRATCH}
         return sorted(process.pid for process in known)
 
     def _has_trace(self, pid: int) -> bool:
@@ -110,6 +117,15 @@ def end_processes(processes: RunProcesses) -> list[int]:
             told.add(pid)
         time.sleep(0.1)
     return sorted(told)
+
+
+def remove_scratch(folders: Iterable[str]) -> None:
+    """What engines leave whose supervisors were killed before they had cleaned up."""
+    for folder in folders:
+        if os.path.isdir(folder) and os.path.basename(folder).startswith("vime-engine-"):
+            from vime.backends.vllm_utils.processes import remove_leftovers  # imports psutil, seldom needed
+
+            remove_leftovers(Path(folder))
 
 
 def remove_files(run_id: str, folder: str | None) -> list[str]:
@@ -161,6 +177,7 @@ def main() -> None:
     while not select.select([sys.stdin], [], [], _LOOK_SECONDS)[0]:  # readable at its end only: nothing is written
         processes.look(traces=False)
     end_processes(processes)
+    remove_scratch(processes.scratch)
     remove_files(run_id, folder)
 
 

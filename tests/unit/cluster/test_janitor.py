@@ -29,7 +29,8 @@ stubborn = "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, 
     "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True); time.sleep(600)"
 with Janitor(run_id, folder):
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    subprocess.Popen([sys.executable, "-c", stubborn])
+    os.makedirs(folder + "-engine/vime-engine-1/cache")  # of an engine whose supervisor is killed in its clean-up
+    subprocess.Popen([sys.executable, "-c", stubborn, "--scratch", folder + "-engine/vime-engine-1"])
     print(run_id, flush=True)
     if sys.argv[2] == "wait":
         time.sleep(600)
@@ -63,7 +64,10 @@ def test_processes_files_and_folder_are_gone(end: str, tmp_path: Path) -> None:
         os.kill(driver.pid, signal.SIGKILL)
     driver.wait(60)
     _until(lambda: not RunProcesses(run_id).look(), "the end of the run's processes")
-    _until(lambda: not arena.exists() and not folder.exists(), "the removal of the run's files")
+    scratch = Path(f"{folder}-engine", "vime-engine-1")
+    assert scratch.parent.exists()
+    left = [arena, folder, scratch]
+    _until(lambda: not any(path.exists() for path in left), "the removal of the run's files")
 
 
 def test_other_runs_are_left_alone(tmp_path: Path) -> None:
