@@ -68,6 +68,11 @@ def predicted(found: dict[str, Way]) -> dict[str, float]:
     }
 
 
+def in_all(result: Result) -> float:
+    found = predicted(ways(result))
+    return found["local"] + found["link"] + streamed(result) + AROUND
+
+
 def streamed(result: Result) -> float:
     """Seconds until every worker has what it reads over the network, one source after the other in the order of
     vime.weight_sync.remote, each source serving one worker at a time, first come, first served."""
@@ -151,9 +156,9 @@ BYTES: Columns = NAME | {
 SYNC: Columns = NAME | {
     "local s": lambda r: s(predicted(ways(r))["local"]),
     "link s": lambda r: s(predicted(ways(r))["link"]),
-    "network s": lambda r: s(predicted(ways(r))["network"]),
-    "network s, one source after the other": lambda r: s(streamed(r)),
-    "**update_weights(), s**": lambda r: f"**{s(sum(predicted(ways(r)).values()) + AROUND)}**",
+    "network s": lambda r: s(streamed(r)),
+    "network s, without queueing": lambda r: s(predicted(ways(r))["network"]),
+    "**update_weights(), s**": lambda r: f"**{s(in_all(r))}**",
 }
 
 
@@ -217,8 +222,10 @@ NOTES = (
     f"- link: {LINK / 1e9:.0f} GB/s into one GPU, measured on two H200 (NV18) on 2026-11-29 with the prototype of the "
     "copy kernel: 30.5 GB in 82.7 ms (strided rows of 1.5 and 8 KiB: 352 to 373 GB/s; shorter ones not measured). That "
     "a GPU which several others read from gives as much in all is taken for granted, not measured.",
-    f"- network: {NETWORK / 1e9:.0f} GB/s for each GPU and direction, 400 Gb/s: an assumption, not a measurement. What "
-    "arrives is counted as local once more, since it is copied from a staging arena.",
+    f"- network: {NETWORK / 1e9:.0f} GB/s for each GPU and direction, 400 Gb/s: an assumption, not measured. Every "
+    "worker takes from one source after the other, in the order of their ranks, and a source serves one worker at a "
+    "time; without queueing: bytes of the busiest GPU over the bandwidth. What arrives is counted as local once more, "
+    "since it is copied from a staging arena.",
     f"- update_weights(): the three one after the other, nothing overlapping, and the {AROUND * 1e3:.0f} ms that "
     "pausing, messages and resuming take (weight_sync_h200.md, one engine of one worker; without the checks).",
 )

@@ -1,6 +1,6 @@
 """Weight sync plans of models too large for this machine: how long they take to make, and what they would move.
 
-    python benchmarks/plan_scale.py                    # all cases on one CPU core, about five minutes
+    python benchmarks/plan_scale.py                    # all cases on one CPU core, about ten minutes
     python benchmarks/plan_scale.py --cases small      # a toy of seconds, which the tests run
 
 Everything is the code of a real run except the weights: every trainer rank's shard map from vime.models.layout, merged
@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import logging
+import math
 import os
 import sys
 import tempfile
@@ -195,20 +197,22 @@ def measure(case: Case, spec: ModelSpec, checkpoint: str, trainer: Trainer) -> R
     """The whole plan of engine 0's first and last worker; of all others only what is read from where."""
     result, size = Result(case, spec, trainer), case.engine.workers
     shards = send(case, trainer.shards, 0, result)
-    sample = Sample.of(spec, case.trainer, trainer.shards)
+    sample = Sample.of(case, spec, trainer.shards)
     sampled = [sample.shards.nearest(case.slot(engine), case.node(engine * size)) for engine in range(case.engines)]
     for number in range(size):
         with worker_model(checkpoint, case.engine, number) as model:
             params = dict(model.named_parameters())
-            thin = usable(trace(params, sample.tensors, model.load_weights))
+            thin = trace(params, sample.tensors, model.load_weights)
             whole = number in (0, size - 1)
             if whole:
                 with clock(result.seconds, "trace"):
                     plan = trace(params, shards.tensors, model.load_weights)
                 result.workers.append(plan_worker(case, usable(plan), shards, number, result))
+        gc.disable()
         for engine, near in enumerate(sampled):  # the load plan is the same in every engine
             rank = engine * size + number
             result.read[rank] = sample.read(compose(thin, near, rank, case.node(rank)))
+        gc.enable()
         if whole and result.read[number] != result.workers[-1].read:
             raise SystemExit(f"{case}: worker {number}: the sample of layers does not stand for all")
         log.info("%s, %s: worker %d of %d", case.name, case.engine, number + 1, size)
@@ -260,42 +264,49 @@ def table_of(program: CopyProgram, plan: LoadPlan) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Sample:
-    """One layer of each kind (with and without experts) of each model chunk, which stands for the others of its kind:
-    a rank holds the same boxes of each. Planning 256 workers whole would take an hour."""
+    """Tensors that stand for others, of which every rank and every worker holds the same boxes: one layer of each kind
+    (with and without experts) of each model chunk, and of experts that stay together, the first. Planning 256 workers
+    whole would take hours."""
 
     shards: ShardMap
     tensors: dict[str, TensorInfo]
     weights: dict[str, int]  # checkpoint tensor -> how many it stands for
 
     @staticmethod
-    def of(spec: ModelSpec, layout: ParallelLayout, shards: ShardMap) -> Sample:
-        stand_for: dict[int, int] = {}
+    def of(case: Case, spec: ModelSpec, shards: ShardMap) -> Sample:
+        layout, experts = case.trainer, spec.num_experts or 1
+        together = math.gcd(experts // layout.ep, experts // case.engine.workers if case.engine.ep else experts)
+        layers: dict[int, int] = {}
         for stage in range(layout.pp):
             for chunk in range(layout.vpp):
                 kinds: dict[bool, int] = {}
                 for layer in layout.layers(spec, stage, chunk):
                     first = kinds.setdefault(spec.moe_layers[layer], layer)
-                    stand_for[first] = stand_for.get(first, 0) + 1
+                    layers[first] = layers.get(first, 0) + 1
         weights = {}
         for name in shards.tensors:
-            layer = layer_of(name)
-            if layer is None or layer in stand_for:
-                weights[name] = 1 if layer is None else stand_for[layer]
+            layer, expert = number_after("layers", name), number_after("experts", name)
+            weight = layers.get(layer, 0) if layer is not None else 1
+            if expert is not None:
+                weight *= together if expert % together == 0 else 0
+            if weight:
+                weights[name] = weight
         numbers = [number for number, name in enumerate(shards.tensors) if name in weights]
         entries = shards.entries[np.isin(shards.entries[:, 0], numbers)]
         tensors = {name: info for name, info in shards.tensors.items() if name in weights}
         return Sample(dataclasses.replace(shards, entries=entries), tensors, weights)
 
     def read(self, program: CopyProgram) -> dict[int, int]:
+        """Trainer rank -> bytes that the whole program reads from it."""
         found: dict[int, int] = defaultdict(int)
         for copy in program.copies:  # joined copies are of one parameter, so of one layer
             found[copy.source[0]] += copy.src_bytes * self.weights[copy.tensor]
         return dict(found)
 
 
-def layer_of(tensor: str) -> int | None:
+def number_after(word: str, tensor: str) -> int | None:
     parts = tensor.split(".")
-    return int(parts[2]) if parts[1] == "layers" else None
+    return int(parts[parts.index(word) + 1]) if word in parts else None
 
 
 @contextmanager
