@@ -138,7 +138,8 @@ class Receiver:
         copiers = [make_copier(program, self.device) for program, _ in stages]
         self._direct, self._layers = copiers[0], list(zip(layers, copiers[1:], strict=True))
         remote = [copies for _, copies in stages]
-        self._staging = Staging(remote, str(self.place), self.check, self.device, self.most_bytes)
+        first = self.place.neighbour % (max(shards.ranks) + 1)
+        self._staging = Staging(remote, str(self.place), self.check, self.device, self.most_bytes, first)
         traced = time.perf_counter()
         self._near = set(near)
         self._open(shards.ranks)

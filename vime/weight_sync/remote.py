@@ -47,10 +47,14 @@ class Chunk:
     writes: list[Copy]
 
 
-def chunks(copies: Sequence[Copy], most: int = MOST_BYTES) -> list[Chunk]:
-    """Group copies from other nodes, by rank, into chunks of at most ``most`` bytes; larger copies are cut."""
+def chunks(copies: Sequence[Copy], most: int = MOST_BYTES, first: int = 0) -> list[Chunk]:
+    """Group copies from other nodes, by rank, into chunks of at most ``most`` bytes; larger copies are cut.
+
+    Ranks come in ascending order, ``first`` before all others and those below it last: workers that begin with
+    different ranks do not queue at the same one.
+    """
     out: list[Chunk] = []
-    for rank in sorted({copy.source[0] for copy in copies}):
+    for rank in sorted({copy.source[0] for copy in copies}, key=lambda rank: (rank < first, rank)):
         reads: list[Copy] = []
         writes: list[Copy] = []
         end = 0
@@ -194,13 +198,20 @@ class Staging:
         place: names the worker in errors.
         check: see Receiver.
         most: bytes of a chunk.
+        first: the rank to begin with (see :func:`chunks`).
     """
 
     def __init__(
-        self, stages: Sequence[Sequence[Copy]], place: str, check: str, device: torch.device, most: int = MOST_BYTES
+        self,
+        stages: Sequence[Sequence[Copy]],
+        place: str,
+        check: str,
+        device: torch.device,
+        most: int = MOST_BYTES,
+        first: int = 0,
     ) -> None:
         self._place, self._check, self._device = place, check, device
-        self._chunks = [chunks(copies, most) for copies in stages]
+        self._chunks = [chunks(copies, most, first) for copies in stages]
         self._copiers = [
             [make_copier(CopyProgram(chunk.writes, []), device) for chunk in stage] for stage in self._chunks
         ]

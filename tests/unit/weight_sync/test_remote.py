@@ -50,8 +50,8 @@ def some_copies(draw: st.DrawFn) -> list[Copy]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(some_copies(), st.integers(1, 12))
-def test_through_chunks_as_straight(copies: list[Copy], units: int) -> None:
+@given(some_copies(), st.integers(1, 12), st.integers(0, 1))
+def test_through_chunks_as_straight(copies: list[Copy], units: int, first: int) -> None:
     """Packing by what was requested and unpacking from the staging arena is the same as copying, element for element,
     and no message is longer than allowed."""
     arenas = {(rank, n): torch.randint(0, 256, (4096,), dtype=torch.uint8) for rank in (0, 1) for n in (0, 1)}
@@ -59,7 +59,9 @@ def test_through_chunks_as_straight(copies: list[Copy], units: int) -> None:
     straight, staged = torch.full((total,), -1.0), torch.full((total,), -1.0)
     for copy in copies:
         target_view(copy, {"p": straight}).copy_(source_view(copy, arenas))
-    found = chunks(copies, 16 * units)
+    found = chunks(copies, 16 * units, first)
+    ranks = list(dict.fromkeys(chunk.rank for chunk in found))
+    assert ranks == sorted(ranks, key=lambda rank: rank != first)
     for rank in (0, 1):
         mine = [chunk for chunk in found if chunk.rank == rank]
         if not mine:
