@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.layouts.matrix import ENGINES, MODELS, Case
+from tests.e2e.layouts.matrix import ENGINES, MODELS, Case, all_cases
 
 PATH = Path(__file__).parents[3] / "benchmarks" / "sync_layouts.md"
 COMMAND = "python -m pytest tests/e2e/layouts"
@@ -36,16 +39,47 @@ own. DP and the copies of experts are what the other sizes leave. Seconds are of
 resume with the full check, while up to 8 ranks and 2 workers share the cores: they are here to show outliers.
 """
 
+_FIGURES = ("bytes", "seconds")
 Rows = dict[Case, dict[str, dict[str, Any]]]  # case -> engine set -> figures, "bytes" and "seconds"
 
 
 class Results:
-    """Figures of every case that has passed, and which were started."""
+    """Figures of every case that has passed, and which were started. Kept in a file line by line, from which an
+    interrupted run's table can be made: ``python -m tests.e2e.layouts.table ROWS``."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: Path) -> None:
         self.started: dict[Case, None] = {}
         self.passed: Rows = {}
-        self.seconds = 0.0
+        self.minutes = 0.0
+        self._rows = rows
+        self._since = time.monotonic()
+        rows.write_text("")
+
+    def start(self, case: Case) -> None:
+        self.started[case] = None
+        self._keep({"started": case.id})
+
+    def add(self, case: Case, figures: dict[str, dict[str, Any]]) -> None:
+        self.minutes = (time.monotonic() - self._since) / 60
+        self.passed[case] = {name: {key: stats[key] for key in _FIGURES} for name, stats in figures.items()}
+        self._keep({"passed": case.id, "figures": self.passed[case], "minutes": self.minutes})
+
+    def _keep(self, row: dict[str, Any]) -> None:
+        with open(self._rows, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    @staticmethod
+    def read(rows: Path) -> Results:
+        """What an earlier run has kept."""
+        cases = {case.id: case for case in all_cases()}
+        lines = [json.loads(line) for line in rows.read_text().splitlines()]
+        found = Results(Path(os.devnull))
+        for line in lines:
+            if "started" in line:
+                found.started[cases[line["started"]]] = None
+            else:
+                found.passed[cases[line["passed"]]], found.minutes = line["figures"], line["minutes"]
+        return found
 
     def text(self) -> str:
         failed = [case for case in self.started if case not in self.passed]
@@ -61,13 +95,16 @@ class Results:
             models=", ".join(f"{sum(case.model == model for case in self.started)} {model}" for model in MODELS),
             combinations=sum(len(sets) for sets in self.passed.values()),
             updates=sum(len(sets) * (4 if case.bucketed else 2) for case, sets in self.passed.items()),
-            minutes=self.seconds / 60,
+            minutes=self.minutes,
             failed=len(failed),
         ).splitlines()
         for model in MODELS:
             rows = {case: sets for case, sets in self.passed.items() if case.model == model}
             if rows:
                 lines += ["", f"## {model}", "", *self._table(rows)]
+        left = [case for case in all_cases() if case not in self.started]
+        if left:
+            lines += ["", "## Not run", "", *(f"- {case}" for case in left)]
         if failed:
             lines += ["", "## Failed", "", *(f"- {case}" for case in failed)]
         return "\n".join(lines) + "\n"
@@ -109,3 +146,7 @@ def _version(*names: str) -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     return "unknown"
+
+
+if __name__ == "__main__":
+    Results.read(Path(sys.argv[1])).write()

@@ -8,7 +8,6 @@ kind of parallelism, padding, optimizer, path); `make test-all` runs all of them
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,13 +30,12 @@ CHOSEN = covering(ALL)
 
 
 @pytest.fixture(scope="module")
-def results() -> Iterator[Results]:
-    """Written down when the whole matrix has run."""
-    found = Results()
-    started = time.monotonic()
+def results(request: pytest.FixtureRequest) -> Iterator[Results]:
+    """Made a table when the whole matrix has run."""
+    assert request.config.cache is not None
+    found = Results(request.config.cache.mkdir("sync_layouts") / "rows.jsonl")
     yield found
-    found.seconds = time.monotonic() - started
-    if set(ALL) <= found.started.keys():
+    if found.started.keys() >= set(ALL):
         found.write()
 
 
@@ -84,10 +82,10 @@ def test_engines_hold_what_vllm_itself_would_have_loaded(
     fleet: Fleet, results: Results, tmp_path: Path, case: Case
 ) -> None:
     if case.engines == ENGINES:
-        results.started[case] = None
+        results.start(case)
     figures = check(fleet, case, tmp_path)
     if case.engines == ENGINES:
-        results.passed[case] = figures
+        results.add(case, figures)
 
 
 def test_one_flipped_bit_is_seen(fleet: Fleet) -> None:
