@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.e2e.layouts.matrix import MODELS
+from tests.e2e.layouts.matrix import MODELS, OTHER_MODELS
 from tests.e2e.layouts.pool import RankPool
 from tests.e2e.layouts.ranks import Digests, as_loaded
 from tests.engine import START_TIMEOUT, tiny_command
@@ -42,7 +42,7 @@ class Fleet:
     def checkpoints(self, model: str) -> dict[str, str]:
         """ "a" and "b", of the same shape."""
         if model not in self._checkpoints:
-            family, tied, shape = MODELS[model]
+            family, tied, shape = (MODELS | OTHER_MODELS)[model]
             folder = self.folder / model.replace(" ", "-")
             self._checkpoints[model] = {
                 name: make_checkpoint(folder / name, family, tied=tied, seed=seed, **shape)

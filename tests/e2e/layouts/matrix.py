@@ -31,6 +31,9 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "dense untied": ("qwen3", False, _SHAPE),
     "MoE": ("qwen3_moe", False, _SHAPE | _EXPERTS),
 }
+# Not in the matrix: vLLM pads experts that are not a multiple of 32 wide on a worker, on a CPU, and cannot update them.
+WIDE = "MoE wide"
+OTHER_MODELS = {WIDE: ("qwen3_moe", False, _SHAPE | _EXPERTS | {"moe_intermediate_size": 256})}
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Case:
     @property
     def name(self) -> str:
         """The layout, e.g. "TP2 PP2 VPP2 DP2"; the expert sizes where they are not what Megatron would take."""
-        layout, moe = self.layout, self.model == "MoE"
+        layout, moe = self.layout, self.model.startswith("MoE")
         sizes = {"TP": layout.tp, "PP": layout.pp, "VPP": layout.vpp, "CP": layout.cp, "DP": layout.dp}
         words = [f"{key}{size}" for key, size in sizes.items() if size > 1]
         if moe and layout.ep > 1:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.layouts import judge
 from tests.e2e.layouts.fleet import Fleet
-from tests.e2e.layouts.matrix import Case
+from tests.e2e.layouts.matrix import WIDE, Case
 from tests.e2e.layouts.test_sync import run
 from vime.models.layout import ParallelLayout
 from vime.types import Slot
@@ -28,9 +28,9 @@ FOUR_RANKS = {
 
 def test_one_engine_of_eight_workers(fleet: Fleet) -> None:
     """Every worker has a trainer rank on its own device, with a handle of its own."""
-    fleet.ready("MoE", {3: (8, "a")})
+    fleet.ready(WIDE, {3: (8, "a")})
     for layout in EIGHT_RANKS.values():
-        case = Case("MoE", layout, False, ("TP8",), bucketed=True)
+        case = Case(WIDE, layout, False, ("TP8",), bucketed=True)
         sets = {"TP8": [fleet.address(3, Slot(0, 8))]}
         judge.judge(fleet, case, "TP8", sets["TP8"], run(fleet, case, sets))
 
