@@ -10,6 +10,8 @@ from vime.errors import ConfigError
 from vime.models.layout import ParallelLayout
 from vime.models.spec import ModelSpec
 
+_CPU_EXPERT_ALIGNMENT = 32  # of vLLM's cpu_moe.py
+
 
 def check_sizes(config: Config, spec: ModelSpec | None, machine: Machine | None) -> list[str]:
     """Problems of ranks, engines, batches and lengths; those of the model's shape where ``spec`` is known."""
@@ -18,7 +20,7 @@ def check_sizes(config: Config, spec: ModelSpec | None, machine: Machine | None)
         problems += [*_engines(config), *_engine_model(config, spec)]
     problems += _dispatcher(config)
     if machine:
-        problems += _devices(config, machine)
+        problems += [*_devices(config, machine), *_experts_on_a_cpu(config, spec, machine)]
     return problems
 
 
@@ -143,6 +145,20 @@ def _engine_model(config: Config, spec: ModelSpec | None) -> Iterator[str]:
     width = spec.moe_ffn_hidden_size
     if spec.num_experts and width and width % size and "enable-expert-parallel" not in config.rollout.vllm:
         yield f"{flag}: vLLM cuts an expert's width {width} over the GPUs of an engine"
+
+
+def _experts_on_a_cpu(config: Config, spec: ModelSpec | None, machine: Machine) -> Iterator[str]:
+    """vLLM 0.32 pads narrower experts after loading, and cannot load weights into them again."""
+    if machine.device != "cpu" or config.train.loss_type == "sft_loss" or spec is None or not spec.num_experts:
+        return
+    size = 1 if "enable-expert-parallel" in config.rollout.vllm else config.cluster.rollout_num_gpus_per_engine
+    width = spec.moe_ffn_hidden_size or 0
+    if width % size == 0 and width // size % _CPU_EXPERT_ALIGNMENT:
+        yield (
+            f"an expert's width is {width // size} in each worker (moe_intermediate_size {width}, "
+            f"--rollout-num-gpus-per-engine {size}); on a CPU, vLLM takes new weights only for multiples of "
+            f"{_CPU_EXPERT_ALIGNMENT}"
+        )
 
 
 def _devices(config: Config, machine: Machine) -> Iterator[str]:

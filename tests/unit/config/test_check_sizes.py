@@ -110,6 +110,15 @@ def test_a_second_node_needs_a_cluster(problems: Problems) -> None:
     assert problems(change, machine=CPU) == []
 
 
+def test_experts_that_vllm_pads_on_a_cpu(problems: Problems, experts: str) -> None:
+    two = f"--hf-checkpoint {experts} --ref-load {experts} --rollout-num-gpus-per-engine 2"
+    assert problems(two, without=NO_MODEL_FLAGS, machine=CPU) == []  # 64 over 2
+    (said,) = problems("--rollout-num-gpus-per-engine 4", machine=CPU)
+    assert "an expert's width is 16 in each worker" in said
+    assert problems(machine=FOUR_GPUS) == []
+    assert problems("--vllm-enable-expert-parallel", machine=CPU) == []
+
+
 DEEPEP = "--moe-token-dispatcher-type flex --moe-enable-deepep"
 
 

@@ -380,14 +380,15 @@ class UpdateWeightFromTensor:
             for piece, first in zip(self._pieces, contributes, strict=True)
             if first
         ]
-        slot = next((group for (start, end), group in self._slots.items() if start <= self.rank < end), None)
+        slots = {(e.address.slot.start, e.address.slot.end) for e in self._engines.values() if e.address.slot}
+        mine = next((slot for slot in sorted(slots) if slot[0] <= self.rank < slot[1]), None)
         return BucketStream(
             self._shards.tensors,
             chosen,
             self.options.update_weight_buffer_size,
             self._device,
             self._everybody,
-            slot,
+            self._slots.get(mine) if mine is not None else None,  # none over a slot of one rank
         )
 
     # ------------------------------------------------------------------ meeting
