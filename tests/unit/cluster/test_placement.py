@@ -14,7 +14,7 @@ from vime.types import Slot
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=16, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+    ray.init(num_cpus=32, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
     yield
     ray.shutdown()
 
