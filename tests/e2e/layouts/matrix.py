@@ -33,7 +33,8 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
 }
 # Not in the matrix: vLLM pads experts that are not a multiple of 32 wide on a worker, on a CPU, and cannot update them.
 WIDE = "MoE wide"
-OTHER_MODELS = {WIDE: ("qwen3_moe", False, _SHAPE | _EXPERTS | {"moe_intermediate_size": 256})}
+_WIDE_EXPERTS = _EXPERTS | {"moe_intermediate_size": 256}
+OTHER_MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {WIDE: ("qwen3_moe", False, _SHAPE | _WIDE_EXPERTS)}
 
 
 @dataclass(frozen=True)
