@@ -69,8 +69,8 @@ def leader(address: EngineAddress) -> int:
 class UpdateWeightFromTensor:
     """Every method is collective: all ranks call it, with the same arguments.
 
-    ``maps``: whether workers open the memory of ranks on their node. Subclasses for which they do not are in
-    update_weight_from_distributed.py and update_weight_from_disk.py.
+    ``maps``: whether workers open the memory of ranks on their node; ``has_buckets``: whether there is a bucketed path.
+    Subclasses for which that is not so are in update_weight_from_distributed.py and update_weight_from_disk.py.
 
     Args:
         config: the run's options.
@@ -81,6 +81,7 @@ class UpdateWeightFromTensor:
     """
 
     maps = True
+    has_buckets = True
 
     def __init__(
         self,
@@ -92,6 +93,7 @@ class UpdateWeightFromTensor:
         device: str,
     ) -> None:
         self.options, self.rank, self.world_size = config.weight_sync, rank, layout.world_size
+        self._config, self._spec, self._layout = config, spec, layout
         self._params = named_params
         self._pieces = pieces(spec, layout, rank)
         self._shapes = checkpoint_tensors(spec)
@@ -104,7 +106,6 @@ class UpdateWeightFromTensor:
         self._slots: dict[tuple[int, int], Exchange] = {}
         self._shards: ShardMap | None = None
         self._connection = ""
-        self._transport = "bucketed" if self.options.update_weight_transport == "bucketed" else "planned"
         self._engines: dict[int, Engine] = {}
         self._stream: BucketStream | None = None
         device_of_params = next((param.device for param in named_params.values()), torch.device(device))
@@ -168,11 +169,11 @@ class UpdateWeightFromTensor:
                 log.warning("%s: %s cannot be planned (%s); the bucketed path serves it", update, param, why)
             if unused := update.states[0]["unused"]:
                 log.info("%s takes nothing from %s", update, ", ".join(unused))
-            wanted = [state.get("senders", []) if self._transport == "planned" else [] for state in update.states]
-            apart = not self.maps or any(state["node"] != self._node for state in update.states)
+            wanted = [state.get("senders", []) if self._plans else [] for state in update.states]
+            reaches = self.maps and all(state["node"] == self._node for state in update.states)
             found[str(address.index)] = {
                 **{"problems": problems, "knew_us": update.knew_us},
-                **{"wanted": wanted, "apart": apart},
+                **{"wanted": wanted, "apart": self.has_buckets and not reaches},
             }
         return found
 
@@ -307,12 +308,16 @@ class UpdateWeightFromTensor:
         """This rank's own, to send from."""
         return {(self.rank, n): arena_of(param)[0].tensor for n, param in enumerate(self._first_in_arena)}
 
+    @property
+    def _plans(self) -> bool:
+        return self.options.update_weight_transport in ("planned", "distributed")
+
     def _is_planned(self, engine: Engine) -> bool:
-        return self._transport == "planned" and not engine.problems
+        return self._plans and not engine.problems
 
     def _needs_buckets(self, engine: Engine) -> bool:
         proves = not engine.proven and self.options.check_weight_update != "off"
-        return proves or not self._is_planned(engine)
+        return self.has_buckets and (proves or not self._is_planned(engine))
 
     def _begin(self, update: EngineUpdate, version: int, by_plan: set[int], by_bucket: set[int]) -> None:
         index = update.address.index
@@ -366,8 +371,7 @@ class UpdateWeightFromTensor:
     def _drop_stream(self) -> None:
         """Give up the buffers, two buckets, where they were for the proof. Not before all have met: workers of another
         rank's engine may still be opening this rank's."""
-        planned = self._transport == "planned"
-        if self._stream is not None and planned and not any(e.problems for e in self._engines.values()):
+        if self._stream is not None and self._plans and not any(e.problems for e in self._engines.values()):
             self._stream.close()
             self._stream = None
 

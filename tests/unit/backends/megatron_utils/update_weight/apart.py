@@ -67,6 +67,7 @@ def sync(
         dist.barrier()
         if rank == 0:
             result["digests"] = [digests(address) for address in addresses]
+            result["channels"] = sorted(me.update._channels._ends)
             result["left"] = sorted(os.listdir(f"{folder}/weights")) if folder else []
         dist.barrier()
         found.append(result)

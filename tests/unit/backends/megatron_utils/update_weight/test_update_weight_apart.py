@@ -66,6 +66,7 @@ def test_distributed_opens_no_memory(engines: Callable[..., ToyEngine]) -> None:
     for version, result in enumerate(found[0], start=1):
         _assert_synced(result, version, both)
         assert result["stats"]["network_share"] == 1
+        assert result["channels"] == [0, 1]
 
 
 def test_disk(engines: Callable[..., ToyEngine], tmp_path: Path) -> None:
@@ -74,6 +75,7 @@ def test_disk(engines: Callable[..., ToyEngine], tmp_path: Path) -> None:
     for version, result in enumerate(found[0], start=1):
         _assert_synced(result, version, both)
         assert result["left"] == []
+        assert result["channels"] == []  # nothing but the file system
 
 
 def test_after_a_failure_channels_are_formed_anew(engines: Callable[..., ToyEngine]) -> None:
