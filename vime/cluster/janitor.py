@@ -65,10 +65,11 @@ class RunProcesses:
             known |= {process for process in parents.keys() - known if self._has_trace(process.pid)}
         known -= self._not_ours
         # In /proc a child can stand before its parent: repeat until none is added.
+        rest = {process: by_pid.get(parent) for process, parent in parents.items() if process not in self._not_ours}
         while children := {
             process
-            for process, parent in parents.items()
-            if process not in known | self._not_ours and by_pid.get(parent) in known | {self._driver} - {None}
+            for process, parent in rest.items()
+            if process not in known and (parent in known or (parent is not None and parent == self._driver))
         }:
             known |= children
         self._known = known
