@@ -37,6 +37,7 @@ import numpy as np
 import torch
 from meta_worker import EngineLayout, worker_model
 
+from benchmarks.weight_sync import COMMON as DENSE
 from vime.models.layout import ParallelLayout, checkpoint_tensors, parameter_shapes, pieces
 from vime.models.spec import ModelSpec, spec_from_hf
 from vime.types import Slot
@@ -46,25 +47,14 @@ from vime.weight_sync.program import CopyProgram, compose
 from vime.weight_sync.remote import chunks, to_request
 from vime.weight_sync.shard_map import RankInfo, ShardMap, TensorInfo, describe_rank, merge
 
-COMMON = {
+COMMON = DENSE | {
     "model_type": "qwen3_moe",
     "architectures": ["Qwen3MoeForCausalLM"],
     "tie_word_embeddings": False,
-    "head_dim": 128,
     "num_experts_per_tok": 8,
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
-    "hidden_act": "silu",
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "rope_scaling": None,
-    "attention_bias": False,
-    "use_sliding_window": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-235B-A22B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94}
