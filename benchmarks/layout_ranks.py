@@ -1,0 +1,175 @@
+"""Trainer ranks for weight_sync_layouts.py: two processes with parameters of real names, shapes and cuts.
+
+Not the tests' pool (tests/e2e/layouts/pool.py), which forks: here each process starts with its own view of the GPUs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import logging
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from typing import Any
+
+import torch
+
+from benchmarks.weight_sync import make_parameters
+from vime.models.layout import ParallelLayout, checkpoint_tensors, pieces
+from vime.models.spec import ModelSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """Which GPUs a process sees, in which order, and how torch allocates."""
+
+    name: str = "own GPU"
+    trainer: str = "own"  # "own", "both" or "reversed": rank i works on GPU i in any case
+    expandable: bool = False
+
+    def env(self, rank: int) -> dict[str, str]:
+        seen = {"own": str(rank), "both": "0,1", "reversed": "1,0"}[self.trainer]
+        alloc = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if self.expandable else {}
+        return {"CUDA_VISIBLE_DEVICES": seen, **alloc}
+
+    def local_device(self, rank: int) -> int:
+        return {"own": 0, "both": rank, "reversed": 1 - rank}[self.trainer]
+
+
+class Ranks:
+    """Two trainer processes that do as they are told: (function, arguments) in, result or error out."""
+
+    def __init__(self, view: View, device: str) -> None:
+        context = mp.get_context("spawn")
+        self._pipes, self.processes = [], []
+        before = dict(os.environ)
+        for rank in range(2):
+            ours, theirs = context.Pipe()
+            os.environ.update(view.env(rank) if device == "cuda" else {})  # a spawned process reads it at its start
+            process = context.Process(target=_serve, args=(rank, view.local_device(rank), device, theirs), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self.processes.append(process)
+        os.environ.clear()
+        os.environ.update(before)
+
+    def start(self, count: int, work: Any, *args: Any) -> None:
+        with tempfile.NamedTemporaryFile(delete=False) as store:
+            pass
+        os.unlink(store.name)
+        for rank in range(count):
+            self._pipes[rank].send((count, store.name, work, args))
+
+    def result(self, rank: int, timeout: float = 300.0) -> Any:
+        if not self._pipes[rank].poll(timeout):
+            return {"error": f"rank {rank} said nothing for {timeout:.0f} s"}
+        try:
+            return self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            return {"error": f"rank {rank} has died"}
+
+    def run(self, count: int, work: Any, *args: Any) -> list[Any]:
+        self.start(count, work, *args)
+        return [self.result(rank) for rank in range(count)]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join(10)
+
+
+def _serve(rank: int, local_device: int, device: str, pipe: Any) -> None:
+    import torch.distributed as dist
+
+    logging.basicConfig(level=logging.WARNING)
+    if device == "cuda":
+        torch.cuda.set_device(local_device)
+    while True:
+        count, store, work, args = pipe.recv()
+        try:
+            if count > 1:
+                wait = datetime.timedelta(seconds=300)
+                dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=count, timeout=wait)
+            pipe.send(work(rank, device, *args))
+        except Exception as error:  # noqa: BLE001 - the parent notes it
+            pipe.send({"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()})
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            if device == "cuda":
+                torch.cuda.empty_cache()
+
+
+def sync(
+    rank: int, device: str, config: Any, spec: ModelSpec, sizes: dict[str, int], addresses: list, rounds: int
+) -> Any:
+    """One case on one rank: connect, prove, and some updates."""
+    from vime.backends.megatron_utils.update_weight import UpdateWeightFromTensor
+    from vime.backends.megatron_utils.update_weight.engine_update import EngineUpdate
+
+    layout = ParallelLayout(**{"ep": 1, "etp": sizes.get("tp", 1), **sizes})
+    torch.manual_seed(1)  # replicas hold the same
+    params = make_parameters(spec, layout, device, rank)
+    if spec.tied:
+        _same_embedding(spec, layout, rank, params)
+    starts: list[int] = []
+    start = EngineUpdate.start
+
+    def counted(self: EngineUpdate) -> None:
+        starts.append(self.address.index)
+        start(self)
+
+    EngineUpdate.start = counted  # type: ignore[method-assign]
+    try:
+        update = UpdateWeightFromTensor(config, spec, layout, rank, params, device)
+        update.connect_rollout_engines(addresses)
+        update.update_weights(1)
+        starts.clear()
+        stats = [update.update_weights(version) for version in range(2, 2 + rounds)]
+    finally:
+        EngineUpdate.start = start  # type: ignore[method-assign]
+    return {"stats": stats, "starts": starts}
+
+
+def _same_embedding(spec: ModelSpec, layout: ParallelLayout, rank: int, params: dict[tuple[int, str], Any]) -> None:
+    """The first and the last pipeline stage have a copy each."""
+    name = next(name for name in checkpoint_tensors(spec) if "embed_tokens" in name)
+    first = next(iter(params.values()))
+    generator = torch.Generator(first.device).manual_seed(2)
+    whole = torch.empty(checkpoint_tensors(spec)[name], dtype=first.dtype, device=first.device)
+    whole.normal_(0, 0.02, generator=generator)
+    for piece in pieces(spec, layout, rank):
+        if piece.tensor == name:
+            piece.view(params[piece.chunk, piece.param]).copy_(whole[piece.slices])
+
+
+def link_bandwidth(rank: int, device: str) -> float | None:
+    """Bytes per second when one GPU reads another's memory, by torch; both must be visible."""
+    if device != "cuda" or torch.cuda.device_count() < 2:
+        return None
+    far = torch.empty(4 << 30, dtype=torch.uint8, device=f"cuda:{1 - torch.cuda.current_device()}")
+    near = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
+    return _bandwidth(near, far)
+
+
+def local_bandwidth(rank: int, device: str) -> float:
+    """Bytes per second of a copy within one device, one way."""
+    size = 4 << 30 if device == "cuda" else 256 << 20
+    a, b = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return _bandwidth(a, b)
+
+
+def _bandwidth(target: torch.Tensor, source: torch.Tensor) -> float:
+    seconds = []
+    for _ in range(4):
+        if target.is_cuda:
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        target.copy_(source)
+        if target.is_cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return target.numel() / min(seconds)
