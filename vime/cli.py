@@ -6,6 +6,7 @@ import argparse
 import errno
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -62,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE, file=sys.stderr)
         return BAD_INPUT
     try:
-        return command(words[1:])
+        code = command(words[1:])
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         _complain(error.problems)
         return BAD_INPUT
@@ -72,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except VimeError as error:
         print(f"vime: {error}", file=sys.stderr)
         return FAILED
+    except BrokenPipeError:  # `vime train --help | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at its end
+        return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno not in _SYSTEM_REFUSES:
             raise  # ours: the stack says where

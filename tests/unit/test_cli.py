@@ -221,3 +221,15 @@ def test_convert_refuses(words: list[str], tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "empty").mkdir()
     assert cli.main(["convert", str(tmp_path / "empty"), str(tmp_path / "out")]) == 2
     assert "neither a Hugging Face directory (no config.json) nor a Megatron torch_dist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["train", "--help"], ["train", "--help", "data"]])  # more and less than a buffer
+def test_a_reader_that_leaves_is_no_error(words: list[str]) -> None:
+    """As in `vime train --help | head -1`."""
+    command = [sys.executable, "-m", "vime.cli", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
