@@ -207,7 +207,7 @@ def measure_vime(task: Task, url: str, options: argparse.Namespace, table: Table
     row["tensors"] = len(checkpoint_tensors(spec))
     row["plain"] = median(plain_copy(params, total), options.rounds)
     address = EngineAddress(0, url, 1, Slot(0, 1))
-    for check in ("sampled", "off", "full") if task.quantization is None else ("sampled",):
+    for check in ("sampled", "full") if task.quantization is None else ("sampled",):
         config.weight_sync.check_weight_update = check
         update = UpdateWeightFromTensor(config, spec, layout, 0, params, options.device)
         started = time.perf_counter()
@@ -220,20 +220,21 @@ def measure_vime(task: Task, url: str, options: argparse.Namespace, table: Table
             log.info("%s: planned and bucketed path left the same bytes; %s", task.name, stats)
         else:
             for connected in update._engines.values():
-                connected.proven = True  # it is: by the first of the three
-        runs, copies = [], []
+                connected.proven = True  # it is: by the first of the two
+        runs, workers = [], []
         for version in range(2, 2 + options.rounds):
             runs.append(update.update_weights(version))
-            worker: Any = EngineClient(url).collective_rpc("vime_weight_state")[0]
-            copies.append(worker["seconds"]["copy"])
-        log.info("%s %s: %s; worker %s", task.name, check, middle(runs), worker["seconds"])
-        row[f"copy, {check}"] = statistics.median(copies)
-        row[f"checked copy, {check}"] = min(run["copy_seconds"] for run in runs)
+            state: Any = EngineClient(url).collective_rpc("vime_weight_state")[0]
+            workers.append(state["seconds"])
+        worker = workers[-1]
+        log.info("%s %s: %s; worker %s", task.name, check, middle(runs), worker)
+        row[f"copy, {check}"] = statistics.median(seconds["copy"] for seconds in workers)
+        row[f"compare, {check}"] = statistics.median(seconds["compare"] for seconds in workers)
         row[f"update, {check}"] = statistics.median(run["seconds"] for run in runs)
         if check == "sampled":
             phases = middle(runs) | {f"worker {key}": value for key, value in worker["seconds"].items()}
             row["phases"] = {
-                key: round(value * 1e3, 2) for key, value in phases.items() if "sec" in key or "worker" in key
+                key: round(value * 1e3, 2) for key, value in phases.items() if "seconds" in key or "worker" in key
             }
         table.write()
     config.weight_sync.update_weight_transport, config.weight_sync.check_weight_update = "bucketed", "off"
@@ -406,9 +407,9 @@ COLUMNS = {
     "vime, planned": lambda row: f"**{seconds(row.get('update, sampled'))}**",
     "of it the copy": lambda row: seconds(row.get("copy, sampled")),
     "plain device copy": lambda row: seconds(row.get("plain")),
-    "copy / plain": lambda row: ratio(row.get("copy, off", row.get("copy, sampled")), row.get("plain")),
-    "sampled check adds": lambda row: added(row, "sampled"),
-    "full check adds": lambda row: added(row, "full"),
+    "copy / plain": lambda row: ratio(row.get("copy, sampled"), row.get("plain")),
+    "sampled check": lambda row: added(row, "sampled"),
+    "full check": lambda row: added(row, "full"),
     "once: connect": lambda row: seconds(row.get("connect")),
 }
 
@@ -424,12 +425,9 @@ def ratio(a: float | None, b: float | None) -> str:
 
 
 def added(row: dict[str, Any], check: str) -> str:
-    """What a check adds to an update, in milliseconds and parts of the copy."""
-    with_check, without, copy = row.get(f"checked copy, {check}"), row.get("checked copy, off"), row.get("copy, off")
-    if with_check is None or without is None or not copy:
-        return ""
-    extra = max(with_check - without, 0.0)
-    return f"{extra * 1e3:.2f} ms, {extra / copy:.0%}"
+    """What a check takes of the device, after the copy: in milliseconds and parts of the copy."""
+    compare, copy = row.get(f"compare, {check}"), row.get(f"copy, {check}")
+    return f"{seconds(compare)}, {compare / copy:.1%}" if compare is not None and copy else ""
 
 
 class Table:
@@ -454,8 +452,9 @@ class Table:
             "",
             f"`python benchmarks/{shlex.join(sys.argv)}` on {datetime.date.today()}, {self._device}, torch "
             f"{torch.__version__}. One trainer process and one engine of one worker on the same device; whole updates "
-            "are timed from pause to resume by the trainer's clock; bold is what a training step pays. The copy is "
-            "timed on the device. Before it is timed, each planned update is proved equal to vLLM's own loading.",
+            "are timed from pause to resume by the trainer's clock; bold is what a training step pays. Copies and "
+            "checks are timed on the device. Before it is timed, each planned update is proved equal to vLLM's own "
+            "loading.",
             "",
             "| model | " + " | ".join(COLUMNS) + " |",
             "| --- |" + " --- |" * len(COLUMNS),

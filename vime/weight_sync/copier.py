@@ -15,7 +15,9 @@ class Copier(Protocol):
     """Performs one copy program."""
 
     program: CopyProgram
-    seconds: float  # what the last run took; on a GPU by its own clock, and known once check's answer is there
+    # What the last run took, and its check; on a GPU by its own clock, and known once check's answer is there.
+    seconds: float
+    check_seconds: float
 
     def bind(self, arenas: Mapping[Source, torch.Tensor], params: Mapping[str, torch.Tensor]) -> None:
         """Take today's addresses. Before the first run, and whenever an arena or a parameter may have moved."""
@@ -36,9 +38,10 @@ class Copier(Protocol):
         ...
 
 
-def make_copier(program: CopyProgram, device: torch.device) -> Copier:
+def make_copier(program: CopyProgram, device: torch.device, replay: bool = False) -> Copier:
+    """``replay``: the program will be run many times with the same addresses."""
     if device.type == "cuda":
         from vime.weight_sync.copy_triton import TritonCopier  # Triton is there with CUDA only
 
-        return TritonCopier(program)
+        return TritonCopier(program, replay)
     return CpuCopier(program)

@@ -29,7 +29,7 @@ class CpuCopier:
 
     def __init__(self, program: CopyProgram) -> None:
         self.program = program
-        self.seconds = 0.0
+        self.seconds = self.check_seconds = 0.0
         self._sources: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
         self._fills: list[tuple[torch.Tensor, float]] = []
@@ -65,5 +65,7 @@ class CpuCopier:
         self.seconds = time.perf_counter() - started
 
     def check(self, mode: str, version: int) -> Callable[[], list[int]]:
+        started = time.perf_counter()
         wrong = differing(self._sources, self._targets, mode, version)
+        self.check_seconds = time.perf_counter() - started
         return lambda: wrong

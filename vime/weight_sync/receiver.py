@@ -8,8 +8,10 @@ succeeds makes it whole again, since every update writes everything.
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -125,9 +127,21 @@ class Receiver:
             ArenaError: the trainer's memory cannot be opened.
         """
         started = time.perf_counter()
-        self.plan = self._trace(shards)
-        if self.plan.problems:
-            return self.plan
+        with _without_garbage_collection():
+            self.plan = self._trace(shards)
+            if self.plan.problems:
+                return self.plan
+            self._prepare(shards)
+        traced = time.perf_counter()
+        self._open(shards.ranks)
+        self.report.seconds = {"plan": traced - started, "open": time.perf_counter() - traced}
+        self.report.bytes_by_rank = self._program.bytes_by_rank()
+        self.report.copies = len(self._program.copies)
+        return self.plan
+
+    def _prepare(self, shards: ShardMap) -> None:
+        """Make everything from the plan that does not depend on addresses."""
+        assert self.plan is not None
         self._program = compose(self.plan, shards, self.place.neighbour, self.place.node)
         near = [rank for rank, info in shards.ranks.items() if self.place.maps and info.node == self.place.node]
         parts, layers = self._program.by_param(), self.model.staged()
@@ -135,18 +149,13 @@ class Receiver:
             CopyProgram.union(parts, params).split(near)
             for params in (self.model.direct(), *(layer.params for layer in layers))
         ]
-        copiers = [make_copier(program, self.device) for program, _ in stages]
+        # Live tensors stay where they are; a layer's load-format tensors are new at every update.
+        copiers = [make_copier(program, self.device, replay=stage == 0) for stage, (program, _) in enumerate(stages)]
         self._direct, self._layers = copiers[0], list(zip(layers, copiers[1:], strict=True))
         remote = [copies for _, copies in stages]
         first = self.place.neighbour % (max(shards.ranks) + 1)
         self._staging = Staging(remote, str(self.place), self.check, self.device, self.most_bytes, first)
-        traced = time.perf_counter()
         self._near = set(near)
-        self._open(shards.ranks)
-        self.report.seconds = {"plan": traced - started, "open": time.perf_counter() - traced}
-        self.report.bytes_by_rank = self._program.bytes_by_rank()
-        self.report.copies = len(self._program.copies)
-        return self.plan
 
     def _trace(self, shards: ShardMap) -> LoadPlan:
         try:
@@ -235,6 +244,7 @@ class Receiver:
             "staged": staged - copied,
             "check": time.perf_counter() - staged,  # on a GPU: until everything enqueued above is done
             "copy": sum(copier.seconds for copier in ran),
+            "compare": sum(copier.check_seconds for copier in ran),
         }
         self.report.version, self.report.checked = version, self.check
 
@@ -278,3 +288,16 @@ class Receiver:
     def state(self) -> dict[str, Any]:
         """The report as JSON."""
         return {**vars(self.report), "bytes_by_rank": {str(k): v for k, v in self.report.bytes_by_rank.items()}}
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """A plan is some hundred thousand small objects, all of which stay. Looking through them for garbage again and
+    again while they are made takes as long as making them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
