@@ -10,6 +10,8 @@ import datetime
 import logging
 import multiprocessing as mp
 import os
+import re
+import subprocess
 import tempfile
 import time
 import traceback
@@ -39,17 +41,25 @@ class View:
         return {"own": 0, "both": rank, "reversed": 1 - rank}[self.trainer]
 
 
+_updating: Any = None  # Ranks.updating, in a rank's process
+
+
 class Ranks:
-    """Two trainer processes that do as they are told: (function, arguments) in, result or error out."""
+    """Two trainer processes that do as they are told: (function, arguments) in, result or error out.
+
+    ``updating`` is set once the measured updates have begun."""
 
     def __init__(self, view: View, device: str) -> None:
+        self.view = view
         context = mp.get_context("spawn")
+        self.updating = context.Event()
         self._pipes, self.processes = [], []
         before = dict(os.environ)
         for rank in range(2):
             ours, theirs = context.Pipe()
             os.environ.update(view.env(rank) if device == "cuda" else {})  # a spawned process reads it at its start
-            process = context.Process(target=_serve, args=(rank, view.local_device(rank), device, theirs), daemon=True)
+            args = (rank, view.local_device(rank), device, theirs, self.updating)
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             self._pipes.append(ours)
             self.processes.append(process)
@@ -63,7 +73,7 @@ class Ranks:
         for rank in range(count):
             self._pipes[rank].send((count, store.name, work, args))
 
-    def result(self, rank: int, timeout: float = 300.0) -> Any:
+    def result(self, rank: int, timeout: float = 150.0) -> Any:
         if not self._pipes[rank].poll(timeout):
             return {"error": f"rank {rank} said nothing for {timeout:.0f} s"}
         try:
@@ -81,9 +91,11 @@ class Ranks:
             process.join(10)
 
 
-def _serve(rank: int, local_device: int, device: str, pipe: Any) -> None:
+def _serve(rank: int, local_device: int, device: str, pipe: Any, updating: Any) -> None:
     import torch.distributed as dist
 
+    global _updating  # one per process; what is sent through the pipe cannot hold it
+    _updating = updating
     logging.basicConfig(level=logging.WARNING)
     if device == "cuda":
         torch.cuda.set_device(local_device)
@@ -106,8 +118,9 @@ def _serve(rank: int, local_device: int, device: str, pipe: Any) -> None:
 def sync(
     rank: int, device: str, config: Any, spec: ModelSpec, sizes: dict[str, int], addresses: list, rounds: int
 ) -> Any:
-    """One case on one rank: connect, prove, and some updates."""
-    from vime.backends.megatron_utils.update_weight import UpdateWeightFromTensor
+    """One case on one rank: connect, prove, two updates with the full check, and ``rounds`` with the sampled one, which
+    are measured. By the bucketed path, which has no check, one update to become warm and one that is measured."""
+    from vime.backends.megatron_utils.update_weight import weight_update_class
     from vime.backends.megatron_utils.update_weight.engine_update import EngineUpdate
 
     layout = ParallelLayout(**{"ep": 1, "etp": sizes.get("tp", 1), **sizes})
@@ -123,15 +136,42 @@ def sync(
         start(self)
 
     EngineUpdate.start = counted  # type: ignore[method-assign]
+    stats: dict[str, list[dict[str, float]]] = {}
+    crossed: int | None = None
     try:
-        update = UpdateWeightFromTensor(config, spec, layout, rank, params, device)
-        update.connect_rollout_engines(addresses)
-        update.update_weights(1)
-        starts.clear()
-        stats = [update.update_weights(version) for version in range(2, 2 + rounds)]
+        planned = config.weight_sync.update_weight_transport != "bucketed"
+        for check, count in (("full", 2), ("sampled", rounds)) if planned else (("off", 1),):
+            config.weight_sync.check_weight_update = check
+            make = weight_update_class(config.weight_sync.update_weight_transport)
+            update = make(config, spec, layout, rank, params, device)
+            update.connect_rollout_engines(addresses)
+            if check != "sampled":
+                update.update_weights(1)
+            for engine in update._engines.values():
+                engine.proven = True  # by the first update of all
+            if planned:
+                update.update_weights(2)
+            starts.clear()
+            if check == "sampled":
+                _updating.set()
+            before = over_nvlink() if rank == 0 else None
+            stats[check] = [update.update_weights(version) for version in range(3, 3 + count)]
+            after = over_nvlink() if rank == 0 else None
+            crossed = after - before if before is not None and after is not None else None
     finally:
         EngineUpdate.start = start  # type: ignore[method-assign]
-    return {"stats": stats, "starts": starts}
+    return {"stats": stats, "starts": starts, "crossed": crossed}
+
+
+def over_nvlink() -> int | None:
+    """Bytes that all GPUs have received over NVLink so far, by the counters of the links; None where there are none."""
+    try:
+        command = ["nvidia-smi", "nvlink", "--getthroughput", "d"]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    received = [int(count) for count in re.findall(r"Rx:\s*(\d+)\s*KiB", said)]
+    return 1024 * sum(received) if received else None
 
 
 def _same_embedding(spec: ModelSpec, layout: ParallelLayout, rank: int, params: dict[tuple[int, str], Any]) -> None:

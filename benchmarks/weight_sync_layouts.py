@@ -5,12 +5,13 @@
     python benchmarks/weight_sync_layouts.py --device cpu --models 0.6B    # the same in miniature, without a GPU
 
 Trainer ranks are stand-ins with parameters of the real names, shapes and cuts and random values; everything after that
-is the real thing: Gloo groups, UpdateWeightFromTensor with a full check, HTTP, vLLM engines with our plug-in. The first
-update of every case proves itself: planned and bucketed path leave the same bytes in every parameter and buffer.
+is the real thing: Gloo groups, UpdateWeightFromTensor, HTTP, vLLM engines with our plug-in. The first update of every
+case proves itself: planned and bucketed path leave the same bytes in every parameter and buffer. Then two updates with
+a full check, and some with the sampled one, which are measured.
 
-Every layout meets one TP2 engine and two one-GPU engines. Processes see only their own GPU; then some cases again
-with processes that see both, in reversed order, and with expandable segments. Last, processes are killed in the middle
-of an update.
+Every layout meets one TP2 engine and two one-GPU engines. Processes see only their own GPU; then some cases again by
+the bucketed path, through NCCL, with processes that see both GPUs, in reversed order, and with expandable segments.
+Last, processes are killed in the middle of an update.
 """
 
 from __future__ import annotations
@@ -26,10 +27,9 @@ import signal
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ from benchmarks.weight_sync import make_config, write_checkpoint
 from vime.backends.vllm_utils.client import EngineClient
 from vime.backends.vllm_utils.command import engine_command
 from vime.backends.vllm_utils.engine import EngineProcess
+from vime.config import Config
+from vime.errors import EngineError
 from vime.models.spec import ModelSpec, spec_from_hf
 from vime.types import EngineAddress, Slot
 
@@ -98,9 +100,9 @@ class Engines:
             for slot in slots:
                 EngineClient(self._made[slot].url).wake_up()
         yield self.addresses(kind)
-        if self.device == "cuda":
-            for slot in slots:
-                if self._made[slot].alive():
+        for slot in slots if self.device == "cuda" else ():
+            if self._made[slot].alive():
+                with suppress(EngineError):  # it is about to find out that a worker was killed
                     EngineClient(self._made[slot].url).sleep(2)
 
     def addresses(self, kind: str, ranks: int = 2) -> list[EngineAddress]:
@@ -132,98 +134,117 @@ def run_model(options: argparse.Namespace, model: str, folder: Path, table: Tabl
         path = Path(checkpoint, "config.json")
         path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": options.layers}))
     spec, config = spec_from_hf(checkpoint), make_config(checkpoint, options.device, None)
-    config.weight_sync.check_weight_update = "full"
     config.weight_sync.weight_update_timeout = TIMEOUT
     engines = Engines(config, spec, options.device, folder)
-    ranks = Ranks(View(), options.device)
+    bench = Bench(options, model, config, spec, engines, table)
     try:
-        cases = [case for case in options.cases if case != "EP2" or spec.num_experts]
-        for kind in ENGINES:
-            with engines.awake(kind):
-                for case in cases:
-                    one_case(options, model, case, kind, View(), ranks, engines, (config, spec), table)
-        ranks.close()
+        with bench.ranks(View()) as ranks:
+            for kind in ENGINES:
+                with engines.awake(kind):
+                    for case in options.cases:
+                        if case != "EP2" or spec.num_experts:
+                            bench.case(ranks, case, kind)
+                    if options.skip_views:
+                        continue
+                    bench.case(ranks, "TP2", kind, transport="bucketed")
+                    if kind == "two of one GPU":  # NCCL wants a GPU per member: the engine where no rank is
+                        bench.case(ranks, "TP1, one GPU", kind, transport="distributed", only=1)
         for view in VIEWS if options.device == "cuda" and not options.skip_views else ():
-            ranks = Ranks(view, options.device)
-            with engines.awake("one TP2"):
-                one_case(options, model, "TP2", "one TP2", view, ranks, engines, (config, spec), table)
-            ranks.close()
+            with bench.ranks(view) as ranks, engines.awake("one TP2"):
+                bench.case(ranks, "TP2", "one TP2")
         if not options.skip_kills:
-            kills(options, model, engines, config, spec, table)
+            kills(bench)
     finally:
-        ranks.close()
         engines.close()
 
 
-def one_case(
-    options: argparse.Namespace,
-    model: str,
-    case: str,
-    kind: str,
-    view: View,
-    ranks: Ranks,
-    engines: Engines,
-    run: tuple[Any, ModelSpec],
-    table: Table,
-) -> None:
-    sizes = LAYOUTS[case]
-    addresses = engines.addresses(kind)
-    if sizes["world_size"] == 1:  # the second GPU has no rank: that engine, or worker, has a slot of the first alone
-        addresses = [dataclasses.replace(a, slot=a.slot if a.slot and a.slot.end <= 1 else None) for a in addresses]
-    started = time.perf_counter()
-    found = ranks.run(sizes["world_size"], sync, *run, sizes, addresses, options.rounds)
-    row: dict[str, Any] = {"model": model, "trainer": case, "engine": kind, "view": view.name}
-    errors = [part["error"] for part in found if "error" in part]
-    if errors:
-        row["error"] = errors[0]
-        log.warning("%s %s %s %s: %s", model, case, kind, view.name, found[0].get("trace", errors[0]))
-    else:
-        states = engines.states(kind)
-        row["leaders"] = [
-            len({rank for rank, part in enumerate(found) if number in part["starts"]})
-            for number in range(len(addresses))
-        ]
-        row["starts"] = sum(len(part["starts"]) for part in found) == options.rounds * len(addresses)
+@dataclasses.dataclass
+class Bench:
+    """One model's engines, and the cases that are measured with them."""
+
+    options: argparse.Namespace
+    model: str
+    config: Config
+    spec: ModelSpec
+    engines: Engines
+    table: Table
+
+    @contextmanager
+    def ranks(self, view: View) -> Iterator[Ranks]:
+        made = Ranks(view, self.options.device)
+        try:
+            yield made
+        finally:
+            made.close()
+
+    def case(self, ranks: Ranks, layout: str, kind: str, transport: str = "planned", only: int | None = None) -> None:
+        """One trainer layout against one kind of engines, or the ``only`` one of them that is used."""
+        sizes, used = LAYOUTS[layout], [only] if only is not None else list(range(len(ENGINES[kind])))
+        addresses = [self.engines.addresses(kind)[number] for number in used]
+        if sizes["world_size"] == 1:  # the second GPU has no rank: an engine, or worker, there has no slot
+            addresses = [dataclasses.replace(a, slot=a.slot if a.slot and a.slot.end <= 1 else None) for a in addresses]
+        self.config.weight_sync.update_weight_transport = transport
+        started = time.perf_counter()
+        args = (self.config, self.spec, sizes, addresses, self.options.rounds)
+        found = ranks.run(sizes["world_size"], sync, *args)
+        self.config.weight_sync.update_weight_transport = "planned"
+        trainer = layout if transport == "planned" else f"{layout}, {transport}"
+        row: dict[str, Any] = {"model": self.model, "trainer": trainer, "engine": kind, "view": ranks.view.name}
+        errors = [part["error"] for part in found if "error" in part]
+        if errors:
+            row["error"] = errors[0]
+            log.warning("%s: %s", row, found[0].get("trace", errors[0]))
+        else:
+            row |= self._figures(found, addresses, [(ENGINES[kind][n], self.engines.states(kind)[n]) for n in used])
+        row["took"] = time.perf_counter() - started
+        self.table.add(row)
+        log.info("%s", row)
+
+    def _figures(
+        self, found: list[Any], addresses: list[EngineAddress], states: list[tuple[tuple[int, int], list[dict]]]
+    ) -> dict[str, Any]:
         stats = found[0]["stats"]
-        row["update"] = statistics.median(stat["seconds"] for stat in stats)
-        row["checked copy"] = statistics.median(stat["copy_seconds"] for stat in stats)
-        row["copy"] = max(state["seconds"]["copy"] for workers in states for state in workers)
-        row["bytes"], row["local"] = stats[-1]["bytes"], stats[-1]["local_share"]
-        row["worker"] = _slowest(states, addresses, table.bandwidths)
-    row["took"] = time.perf_counter() - started
-    table.add(row)
-    log.info("%s", {key: value for key, value in row.items() if key != "worker"})
+        measured = stats.get("sampled") or stats["off"]
+        rounds = len(measured)
+        workers = [
+            _reads(state, slot[0] + number, self.table.bandwidths)
+            for slot, engine in states
+            for number, state in enumerate(engine)
+        ]
+        return {
+            "leaders": [len({rank for rank, part in enumerate(found) if a.index in part["starts"]}) for a in addresses],
+            "starts": sum(len(part["starts"]) for part in found) == rounds * len(addresses),
+            "update": statistics.median(stat["seconds"] for stat in measured),
+            "full": statistics.median(stat["seconds"] for stat in stats["full"]) if "full" in stats else None,
+            "bytes": sum(worker["local"] + worker["link"] for worker in workers),
+            "link": sum(worker["link"] for worker in workers),
+            "crossed": found[0]["crossed"] / rounds if found[0]["crossed"] is not None else None,
+            "worker": max(workers, key=lambda worker: worker["copy"] or 0.0),
+        }
 
 
-def _slowest(
-    states: list[list[dict[str, Any]]], addresses: list[EngineAddress], bandwidths: dict[str, float | None]
-) -> dict[str, float]:
-    """Local and link bytes of the worker for which the bandwidths predict most, and that prediction in seconds."""
-    best = {"local": 0.0, "link": 0.0, "predicted": 0.0}
-    for address, workers in zip(addresses, states, strict=True):
-        for number, state in enumerate(workers):
-            own = address.slot.start + number if address.slot is not None else -1
-            local = sum(count for rank, count in state["bytes_by_rank"].items() if int(rank) == own)
-            link = sum(state["bytes_by_rank"].values()) - local
-            predicted = local / (bandwidths["local"] or 1.0) + link / (bandwidths["link"] or bandwidths["local"] or 1.0)
-            if predicted >= best["predicted"]:
-                best = {"local": float(local), "link": float(link), "predicted": predicted}
-    return best
+def _reads(state: dict[str, Any], gpu: int, bandwidths: dict[str, float | None]) -> dict[str, Any]:
+    """What one worker, on this GPU, reads from where (rank i is on GPU i), what its copy takes and should take."""
+    link = sum(count for rank, count in state["bytes_by_rank"].items() if int(rank) != gpu)
+    local = sum(state["bytes_by_rank"].values()) - link
+    at_link, at_local = bandwidths["link"] or bandwidths["local"] or 1.0, bandwidths["local"] or 1.0
+    return {
+        **{"local": float(local), "link": float(link), "copy": state["seconds"].get("copy")},
+        "predicted": local / at_local + link / at_link,
+    }
 
 
-def kills(
-    options: argparse.Namespace, model: str, engines: Engines, config: Any, spec: ModelSpec, table: Table
-) -> None:
+def kills(bench: Bench) -> None:
     """A worker, an engine's server, and a trainer rank end by SIGKILL while updates run one after the other."""
     import psutil
 
     for victim, kind in (("trainer rank", "one TP2"), ("worker", "one TP2"), ("engine", "two of one GPU")):
-        ranks = Ranks(View(), options.device)
-        with engines.awake(kind):
+        engines, config = bench.engines, bench.config
+        with bench.ranks(View()) as ranks, engines.awake(kind):
             addresses = engines.addresses(kind)
-            before = engines.states(kind)[0][0]["connection"]
-            ranks.start(2, sync, config, spec, LAYOUTS["TP2"], addresses, 100000)
-            _until_updating(engines, kind, before)
+            ranks.start(2, sync, config, bench.spec, LAYOUTS["TP2"], addresses, 100000)
+            if not ranks.updating.wait(240):
+                raise TimeoutError("no update was seen")
             server = psutil.Process(engines.process(kind).pid or 0)
             if victim == "trainer rank":
                 pid = ranks.processes[1].pid or 0
@@ -236,21 +257,9 @@ def kills(
             said = [ranks.result(rank, TIMEOUT + 60) for rank in range(2)]
             seconds = time.perf_counter() - killed
             errors = [part.get("error", "no error") if isinstance(part, dict) else str(part) for part in said]
-            table.kills.append({"model": model, "victim": f"{victim} (pid {pid})", "seconds": seconds, "said": errors})
-            log.info("%s", table.kills[-1])
-        ranks.close()
-        table.write()
-
-
-def _until_updating(engines: Engines, kind: str, before: str | None) -> None:
-    """Return when updates of another connection than ``before`` are going on."""
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline:
-        state = engines.states(kind)[0][0]
-        if state["connection"] != before and (state.get("version") or 0) >= 3:
-            return
-        threading.Event().wait(0.02)
-    raise TimeoutError("no update was seen")
+            bench.table.kills.append({"model": bench.model, "victim": victim, "seconds": seconds, "said": errors})
+            log.info("%s", bench.table.kills[-1])
+        bench.table.write()
 
 
 # ---------------------------------------------------------------------------------------------------- table
@@ -261,6 +270,7 @@ class Table:
         self.rows: list[dict[str, Any]] = []
         self.kills: list[dict[str, Any]] = []
         self.bandwidths: dict[str, float | None] = {}
+        self._rounds = options.rounds
         self._device = (
             "2 x " + torch.cuda.get_device_name() if options.device == "cuda" else "a CPU, models in miniature"
         )
@@ -280,14 +290,17 @@ class Table:
             "# Weight sync between layouts on two devices",
             "",
             f"`python {shlex.join(['benchmarks/weight_sync_layouts.py', *sys.argv[1:]])}` on {datetime.date.today()}, "
-            f"{self._device}, torch {torch.__version__}. Full check at every update; every case was first proved "
-            "equal, planned path and vLLM's own loading, in every byte of every parameter and buffer.",
-            f"Measured in the same run by torch's own copies, one way: {measured}. Predicted: local bytes and link "
-            "bytes of the slowest worker at these.",
+            f"{self._device}, torch {torch.__version__}. Every case was first proved equal, planned path and vLLM's "
+            "own loading, in every byte of every parameter and buffer; then come two updates with the full check, and "
+            f"{self._rounds} with the sampled one, which are measured (median).",
             "",
-            "| model | trainer | engines | processes see | leaders | GB | local | slowest worker: local, link GB "
-            "| copy | predicted | with full check | update |",
-            "| --- |" + " --- |" * 11,
+            f"Measured in the same run by torch's own copies, one way: {measured}. Predicted: local and link bytes of "
+            "the slowest worker at these. Bytes over the link are of one update, all workers; counters also count the "
+            "check, and what NCCL and others send.",
+            "",
+            "| model | trainer | engines | processes see | leaders | GB | link GB, planned | link GB, counted "
+            "| slowest worker: local, link GB | copy | predicted | GB/s of it | update | with full check |",
+            "| --- |" + " --- |" * 13,
             *(self._line(row) for row in self.rows),
             "",
         ]
@@ -301,25 +314,24 @@ class Table:
     def _line(self, row: dict[str, Any]) -> str:
         start = [row["model"], row["trainer"], row["engine"], row["view"]]
         if "error" in row:
-            return "| " + " | ".join([*start, row["error"][:300].replace("\n", " "), *[""] * 7]) + " |"
-        worker = row["worker"]
-        return (
-            "| "
-            + " | ".join(
-                [
-                    *start,
-                    " and ".join(map(str, row["leaders"])) + ("" if row["starts"] else " (starts counted wrong)"),
-                    f"{row['bytes'] / 1e9:.2f}",
-                    f"{row['local']:.1%}",
-                    f"{worker['local'] / 1e9:.2f}, {worker['link'] / 1e9:.2f}",
-                    *(f"{row[key] * 1e3:.2f} ms" for key in ("copy",)),
-                    f"{worker['predicted'] * 1e3:.2f} ms ({row['copy'] / worker['predicted']:.2f}x)",
-                    f"{row['checked copy'] * 1e3:.2f} ms",
-                    f"**{row['update'] * 1e3:.0f} ms**",
-                ]
-            )
-            + " |"
-        )
+            return "| " + " | ".join([*start, row["error"][:300].replace("\n", " "), *[""] * 9]) + " |"
+        worker, crossed = row["worker"], row["crossed"]
+        copy = worker["copy"]
+        rate = (worker["local"] + worker["link"]) / copy / 1e9 if copy else 0.0
+        cells = [
+            *start,
+            " and ".join(map(str, row["leaders"])) + ("" if row["starts"] else " (starts counted wrong)"),
+            f"{row['bytes'] / 1e9:.2f}",
+            f"{row['link'] / 1e9:.3f}",
+            f"{crossed / 1e9:.3f}" if crossed is not None else "",
+            f"{worker['local'] / 1e9:.2f}, {worker['link'] / 1e9:.2f}" if copy else "",
+            f"{copy * 1e3:.2f} ms" if copy else "",
+            f"{worker['predicted'] * 1e3:.2f} ms ({copy / worker['predicted']:.2f}x)" if copy else "",
+            f"{rate:.0f}" if copy else "",
+            f"**{row['update'] * 1e3:.0f} ms**",
+            f"{row['full'] * 1e3:.0f} ms" if row["full"] else "",
+        ]
+        return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
@@ -329,7 +341,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--skip-views", action="store_true")
+    parser.add_argument("--skip-views", action="store_true", help="and without the other transports")
     parser.add_argument("--skip-kills", action="store_true")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--logs", type=Path, default=None, help="folder of the engines' logs")

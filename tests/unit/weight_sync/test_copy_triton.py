@@ -95,3 +95,34 @@ def test_bound_again_where_an_arena_has_moved() -> None:
     copier.run()
     assert copier.check("full", 0)() == []
     assert torch.equal(params["a"], -before)
+
+
+def test_a_replayed_run_copies_what_is_there_now() -> None:
+    program, arenas, params = weights()
+    copier = TritonCopier(program, replay=True)
+    copier.bind(arenas, params)
+    for _ in range(4):  # the first launches, the second captures, all later ones replay
+        for dtype, source in ((torch.bfloat16, (0, 0)), (torch.float32, (1, 0))):
+            arenas[source].view(dtype).neg_()
+        for param in params.values():
+            param.zero_()
+        copier.run()
+        assert copier.check("full", 0)() == []
+        assert (params["b"][:, 64:] == 7).all()
+        assert torch.equal(params["a"], arenas[0, 0].view(torch.bfloat16)[: 1 << 17])
+    assert (copier._graph is not None) == (DEVICE == "cuda")
+
+
+def test_a_replay_ends_where_memory_has_moved() -> None:
+    program, arenas, params = weights()
+    copier = TritonCopier(program, replay=True)
+    copier.bind(arenas, params)
+    for _ in range(3):
+        copier.run()
+    moved = {name: torch.zeros_like(param) for name, param in params.items()}
+    copier.bind(arenas, moved)
+    copier.run()
+    assert copier.check("full", 0)() == []
+    assert torch.equal(moved["a"], params["a"])
+    copier.unbind()
+    assert copier._graph is None
