@@ -66,7 +66,7 @@ def supervise(vllm_args: list[str], parent: int, scratch: Path, grace: float) ->
     status: int | None = None
     kill_at: float | None = None
     note_at = 0.0
-    cores: set[int] = set()
+    cores = processes.Spawned(server.pid)
     try:
         while status is None and os.getppid() == parent and not (kill_at and time.monotonic() > kill_at):
             received = signal.sigtimedwait(_SIGNALS, POLL)
@@ -76,8 +76,7 @@ def supervise(vllm_args: list[str], parent: int, scratch: Path, grace: float) ->
             if now > note_at or stop:
                 processes.note_segments(scratch, [p.pid for p in processes.descendants(os.getpid())])
                 note_at = now + NOTE_INTERVAL
-                before, cores = cores, processes.spawned(server.pid)
-                if before - cores:
+                if cores.lost():
                     kill_at = kill_at or now + CORE_GRACE
             if stop and status is None:
                 kill_at = now if kill_at else now + grace  # the second signal does not wait

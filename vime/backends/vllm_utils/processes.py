@@ -29,23 +29,33 @@ def descendants(pid: int) -> list[psutil.Process]:
         children = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
-    return [child for child in children if _living(child)]
+    return [child for child in children if living(child)]
 
 
-def spawned(pid: int) -> set[int]:
-    """The living processes that ``multiprocessing`` has started for ``pid``: EngineCore, if that is an API server."""
-    found = set()
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(pid).children():
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                if _living(child) and any("spawn_main" in word for word in child.cmdline()):
-                    found.add(child.pid)
-    return found
+class Spawned:
+    """The processes that ``multiprocessing`` has started for ``pid``: EngineCore, if that is an API server.
+
+    Looked at from the start on: once it has imported vLLM, a process may give itself another title (wherever
+    setproctitle is installed, as beside every GPU build), and then nothing shows any more how it was started.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._seen: set[psutil.Process] = set()
+
+    def lost(self) -> bool:
+        """Look again; whether any that was ever seen has died."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.pid).children():
+                with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                    if living(child) and any("spawn_main" in word for word in child.cmdline()):
+                        self._seen.add(child)
+        return not all(living(process) for process in self._seen)
 
 
-def _living(process: psutil.Process) -> bool:
+def living(process: psutil.Process) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 

@@ -98,3 +98,42 @@ def test_an_installed_vllm_answers_for_itself(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(importlib.metadata, "version", version)
     launcher.answer_version()
     assert importlib.metadata.version is version
+
+
+SERVER = """
+import multiprocessing, os, sys
+def work():
+    open(GO).read()
+    os.execv(sys.executable, ["VLLM::EngineCore", "-c", "import time; time.sleep(600)"])  # the same process
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=work)
+    process.start()
+    process.join()
+    input()
+"""
+
+
+def test_a_process_with_another_title_is_not_taken_for_a_dead_one(tmp_path: Path) -> None:
+    script = tmp_path / "server.py"
+    script.write_text(SERVER.replace("GO", repr(str(tmp_path / "go"))))
+    os.mkfifo(tmp_path / "go")
+    server = subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE)
+    try:
+        watch = processes.Spawned(server.pid)
+
+        def core(word: str) -> psutil.Process | None:
+            children = psutil.Process(server.pid).children()
+            return next((child for child in children if word in " ".join(child.cmdline())), None)
+
+        eventually(lambda: core("spawn_main") is not None)
+        assert not watch.lost()
+        (tmp_path / "go").write_text("")
+        eventually(lambda: core("VLLM::EngineCore") is not None)
+        assert not watch.lost()
+        titled = core("VLLM::EngineCore")
+        assert titled is not None
+        titled.kill()
+        eventually(watch.lost)
+    finally:
+        server.kill()
+        server.wait()
