@@ -232,7 +232,7 @@ def measure_vime(task: Task, url: str, options: argparse.Namespace, table: Table
         row[f"compare, {check}"] = statistics.median(seconds["compare"] for seconds in workers)
         row[f"update, {check}"] = statistics.median(run["seconds"] for run in runs)
         if check == "sampled":
-            phases = middle(runs) | {f"worker {key}": value for key, value in worker["seconds"].items()}
+            phases = middle(runs) | {f"worker {key}": value for key, value in worker.items()}
             row["phases"] = {
                 key: round(value * 1e3, 2) for key, value in phases.items() if "seconds" in key or "worker" in key
             }
