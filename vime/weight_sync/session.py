@@ -106,7 +106,7 @@ class Session:
         self._loading = False
         self._updated_to: int | None = None  # the open update's version, once its weights are in
         self._version: int | None = None
-        self._failure: dict[str, str] | None = None
+        self.failure: dict[str, str] | None = None  # what a step raised: its phase, where and cause
         self._bucket: tuple[Handle, torch.Tensor] | None = None
         self._channel: Channel | None = None
 
@@ -118,19 +118,19 @@ class Session:
         failed, and from then on takes the old answers of the others for those to later calls.
         """
         if step in ("connect", "open_channel", "start"):
-            self._failure = None
-        if self._failure is not None:
+            self.failure = None
+        if self.failure is not None:
             return
         try:
             getattr(self, step)(*args)
         except Exception as error:  # noqa: BLE001 - kept, and raised by the trainer
             self.abort(leave=True)
             if isinstance(error, WeightSyncError):
-                self._failure = {"phase": error.phase, "where": error.where, "cause": error.cause}
+                self.failure = {"phase": error.phase, "where": error.where, "cause": error.cause}
             else:
                 cause = f"{type(error).__name__}: {error}"
                 phase = "update" if step == "receive" else step
-                self._failure = {"phase": phase, "where": f"worker {self.number}", "cause": cause}
+                self.failure = {"phase": phase, "where": f"worker {self.number}", "cause": cause}
 
     def connect(self, info: InitInfo) -> LoadPlan:
         """Plan, and open the trainer's memory."""
@@ -196,7 +196,7 @@ class Session:
         if leave:
             self._close_channel()
         self._loading, self._updated_to, self._version, self._bucket = False, None, None, None
-        self._failure = None
+        self.failure = None
         self.model.abort_load()
 
     def close(self) -> None:
@@ -218,7 +218,7 @@ class Session:
         failed), ``failure`` (its phase, where and cause), ``senders`` (ranks that must send to it), what was planned,
         and of the last update the seconds per phase and bytes per rank."""
         if self._receiver is None or self._info is None:
-            return {"node": node_name(), "connection": None, "failure": self._failure}
+            return {"node": node_name(), "connection": None, "failure": self.failure}
         plan = self._receiver.plan
         return {
             **self._receiver.state(),
@@ -226,7 +226,7 @@ class Session:
             "senders": self._receiver.senders,
             "connection": self._info.connection,
             "version": self._version,
-            "failure": self._failure,
+            "failure": self.failure,
             "problems": plan.problems if plan else {},
             "unused": plan.unused if plan else [],
             "unwritten": plan.unwritten if plan else {},

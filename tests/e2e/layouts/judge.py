@@ -13,10 +13,10 @@ from vime.types import EngineAddress
 Reports = list[dict[str, Any]]  # ranks.sync's, by rank
 
 _UPDATE = {
-    "proof": ["start_weight_update", "plan", "finish_weight_update", "start_weight_update", "bucket",
+    "proof": ["vime_start_weight_update", "plan", "finish_weight_update", "vime_start_weight_update", "bucket",
               "finish_weight_update"],
-    "planned": ["start_weight_update", "plan", "finish_weight_update"],
-    "bucketed": ["start_weight_update", "bucket", "finish_weight_update"],
+    "planned": ["vime_start_weight_update", "plan", "finish_weight_update"],
+    "bucketed": ["vime_start_weight_update", "bucket", "finish_weight_update"],
 }  # fmt: skip
 
 

@@ -20,7 +20,8 @@ from vime.weight_sync import arena
 Call = tuple[int, str, int]  # number of the engine, what was asked of it, handles in the bucket
 Digests = list[dict[str, str]]  # per worker: name -> digest of a parameter or buffer
 
-_WATCHED = ("pause", "start_weight_update", "update_weights", "finish_weight_update", "resume")
+_WATCHED = ("pause", "collective_rpc", "finish_weight_update", "resume")
+_QUESTIONS = ("vime_weight_state", "vime_weight_digests", "vime_poison_weights", "vime_abort_weight_update")
 COMMON = {"weight_sync.check_weight_update": "full", "weight_sync.weight_update_timeout": 90.0}
 
 
@@ -33,10 +34,13 @@ def calls_made() -> Iterator[list[Call]]:
     def watch(name: str, method: Any) -> Any:
         @functools.wraps(method)
         def watched(self: EngineClient, *args: Any, **kwargs: Any) -> Any:
-            bucket = args[0].get("bucket") if name == "update_weights" else None
-            sent = "bucket" if bucket is not None else "plan"
-            handles = len(bucket.get("handles", ())) if bucket is not None else 0
-            calls.append((self.index, sent if name == "update_weights" else name, handles))
+            what, handles = args[0] if name == "collective_rpc" else name, 0
+            if what == "vime_update_weights":
+                bucket = args[2].get("bucket")
+                what = "bucket" if bucket is not None else "plan"
+                handles = len(bucket.get("handles", ())) if bucket is not None else 0
+            if what not in _QUESTIONS:
+                calls.append((self.index, what, handles))
             return method(self, *args, **kwargs)
 
         return watched

@@ -125,7 +125,7 @@ def test_an_engine_that_lives_is_not_replaced(engines: Engines) -> None:
 def test_an_engine_that_dies_in_an_update_is_replaced_and_all_get_the_weights(engines: Engines) -> None:
     served, trainer = serving(engines)
     served.start(0)
-    fail_at(engines.addresses[1], "/update_weights", "die")
+    fail_at(engines.addresses[1], "vime_update_weights", "die")
     trainer.rank.train(1)
     served.to_engines(1)
     assert engines.replaced == [1]
@@ -136,7 +136,7 @@ def test_an_engine_that_dies_in_an_update_is_replaced_and_all_get_the_weights(en
 def test_an_update_that_fails_though_every_engine_lives_ends_the_run(engines: Engines) -> None:
     served, _ = serving(engines)
     served.start(0)
-    fail_at(engines.addresses[1], "/update_weights", "worker")
+    fail_at(engines.addresses[1], "vime_update_weights", "worker")
     with pytest.raises(WeightSyncError, match="out of memory") as caught:
         served.to_engines(1)
     assert caught.value.engines == (1,)

@@ -145,7 +145,8 @@ class EngineClient:
         """Call ``method`` of every worker; results that are neither dict, list nor None come back as strings."""
         seconds = timeout or self.timeout
         body = {"method": method, "args": list(args), "kwargs": kwargs, "timeout": seconds}
-        return self._call("POST", "/collective_rpc", body, timeout=seconds + 5)["results"]
+        # A little longer: vLLM's own words, when the time is up, say more than that there was no answer.
+        return self._call("POST", "/collective_rpc", body, timeout=seconds + 0.5)["results"]
 
     # ---- HTTP ----
 

@@ -25,30 +25,46 @@ def register() -> None:
 
 
 class WorkerExtension:
-    """Methods that ``/collective_rpc`` calls on every worker: vLLM's own weight update routes answer with nothing.
+    """Methods that ``/collective_rpc`` calls on every worker: vLLM's own weight update routes answer with nothing. vLLM
+    makes it a base class of its worker, so that ``self`` is the worker.
 
     None of them raises (see Session.attempt): what went wrong is the answer's ``failure``. Each gives back the
     ``token`` of its call, by which the caller knows that the answer is to this call and not to an earlier one.
     """
 
-    weight_transfer_engine: Any  # vLLM's worker has it
+    # vLLM's worker has them; its routes of the same names call the second and the third.
+    weight_transfer_engine: Any
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
 
     def vime_weight_state(self, token: str = "") -> dict[str, Any]:
         """Connection, plan, and how the last update went: Session.state."""
         return _answer(token, self.weight_transfer_engine.session.state)
 
+    def vime_start_weight_update(self, token: str) -> dict[str, Any]:
+        """vLLM's own start_weight_update, after the end of an update that somebody has left open."""
+
+        def start() -> dict[str, Any]:
+            _abort(self, leave=False)
+            self.start_weight_update()
+            return {"failure": self.weight_transfer_engine.session.failure}
+
+        return _answer(token, start)
+
+    def vime_update_weights(self, token: str, message: dict[str, Any]) -> dict[str, Any]:
+        """vLLM's own update_weights with one message (session.UpdateInfo), and how it went."""
+
+        def update() -> dict[str, Any]:
+            self.update_weights(message)
+            return {"failure": self.weight_transfer_engine.session.failure}
+
+        return _answer(token, update)
+
     def vime_abort_weight_update(self, token: str = "", leave: bool = False) -> dict[str, Any]:
         """End an update that nobody will finish, so that another can start: live tensors are put back, vLLM's "update
         already active" is cleared. What was written stays written. ``leave``: the channel too, so that ranks that are
         sending stop."""
-
-        def abort() -> None:
-            from vime.backends.vllm_utils.adapter import clear_active_update
-
-            self.weight_transfer_engine.session.abort(leave)
-            clear_active_update(self)
-
-        return _answer(token, abort)
+        return _answer(token, lambda: _abort(self, leave))
 
     def vime_open_channel(self, token: str, info: dict[str, Any]) -> dict[str, Any]:
         """Meet the trainer ranks that send their weights (session.ChannelInfo)."""
@@ -68,6 +84,13 @@ class WorkerExtension:
         """``digests``: name -> digest of every parameter and buffer, as text (JSON readers round 64-bit integers)."""
         digests = self.weight_transfer_engine.session.model.digests
         return _answer(token, lambda: {"digests": {name: str(value) for name, value in digests().items()}})
+
+
+def _abort(worker: WorkerExtension, leave: bool) -> None:
+    from vime.backends.vllm_utils.adapter import clear_active_update
+
+    worker.weight_transfer_engine.session.abort(leave)
+    clear_active_update(worker)
 
 
 def _answer(token: str, work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ MIDDLEWARE = "vime.backends.vllm_utils.weight_guard.WeightGuard"
 _GENERATES = ("/v1/", "/v2/", "/inference/", "/generate", "/invocations", "/pooling", "/score", "/classify", "/rerank")
 _UPDATES = ("/start_weight_update", "/update_weights", "/finish_weight_update", "/collective_rpc")
 _CONTROLS = (*_UPDATES, "/sleep", "/wake_up")
-_ABORT = "vime_abort_weight_update"
+_START, _ABORT = "vime_start_weight_update", "vime_abort_weight_update"  # methods of plugin.py
 
 
 class WeightGuard:
@@ -58,10 +58,10 @@ class WeightGuard:
             await self._app(scope, receive, send)
 
     async def _control(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        if path == "/start_weight_update" and self._asleep:
+        body = await _read(receive)
+        if self._asleep and _starts(path, body):
             await _answer(send, 409, "the weights are asleep: wake them (/wake_up?tags=weights) before an update")
             return
-        body = await _read(receive)
         status = 0
 
         async def watch(message: Message) -> None:
@@ -88,7 +88,7 @@ class WeightGuard:
         elif path == "/wake_up" and status == 200:
             tags = query.get("tags", [])
             self._asleep = self._asleep and bool(tags) and "weights" not in tags
-        elif path == "/start_weight_update" and status == 200:
+        elif _starts(path, body) and status == 200:
             self._open, self._settled = True, self._settled or asyncio.Event()
             self._settled.clear()
         elif self._open and path == "/finish_weight_update" and status == 200:
@@ -100,6 +100,10 @@ class WeightGuard:
         self._open, self._refuses = False, refuses
         if self._settled is not None:
             self._settled.set()
+
+
+def _starts(path: str, body: bytes) -> bool:
+    return path == "/start_weight_update" or _calls(path, body) == _START
 
 
 def _calls(path: str, body: bytes) -> str | None:

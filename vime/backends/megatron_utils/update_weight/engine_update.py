@@ -109,18 +109,17 @@ class EngineUpdate:
 
     @_step("start")
     def start(self) -> None:
-        self._workers("vime_abort_weight_update")
-        self._client.start_weight_update(timeout=self._left())
+        """Open an update; one that somebody has left open ends."""
+        self._workers("vime_start_weight_update")
 
     @_step("update")
     def send(self, message: dict[str, Any]) -> None:
-        """One message of the update: the planned path's only one, or a bucket."""
-        self._client.update_weights(message, timeout=self._left())
+        """One message of the update: the planned path's only one, or a bucket. Every worker says how it went."""
+        self._workers("vime_update_weights", message)
 
     @_step("finish")
     def finish(self, version: int) -> None:
-        """Commit the version, if every worker has its weights, and have every worker confirm it."""
-        self._workers("vime_weight_state")
+        """Commit the version, now that every worker has its weights, and have every worker confirm it."""
         self._client.finish_weight_update(version, timeout=self._left())
         self.states = self._workers("vime_weight_state")
         for number, state in enumerate(self.states):

@@ -293,7 +293,7 @@ class UpdateWeightFromTensor:
     def _place(self) -> RankInfo:
         """Where this rank's parameters are. Unless one has moved, only the arenas are looked at (memory that was given
         up may have come back at the same address, as other memory): a MoE model has twenty thousand parameters."""
-        addresses = [param.data_ptr() for param in self._params.values()]
+        addresses = list(map(torch.Tensor.data_ptr, self._params.values()))
         if addresses != self._addresses:
             info, places = place(self.rank, self._node, self._device, self._params, self._stamp)
             self._addresses, firsts = addresses, {}

@@ -88,7 +88,7 @@ def delayed(rank: int, layout: ParallelLayout, addresses: list[EngineAddress]) -
     me = Rank(rank, layout)
     me.update.connect_rollout_engines(addresses)
     if rank == 0:
-        fail_at(addresses[0], "/update_weights", "pass", "pass", "slow 5")
+        fail_at(addresses[0], "vime_update_weights", "pass", "pass", "slow 5")
         fail_at(addresses[1], "/finish_weight_update", "pass", "pass", "slow 5")
     me.train(0)
     me.update.update_weights(0)
@@ -103,17 +103,19 @@ def delayed(rank: int, layout: ParallelLayout, addresses: list[EngineAddress]) -
 def left_open(
     rank: int, layout: ParallelLayout, addresses: list[EngineAddress], mutant: str | None = None
 ) -> dict[str, Any]:
-    """A trainer that has died had started an update of the last engine and sent some weights."""
-    me = Rank(rank, layout)
-    me.update.connect_rollout_engines(addresses)
-    me.train(0)
-    me.update.update_weights(0)
+    """A trainer that has died had started an update of the last engine; another one comes."""
+    dead = Rank(rank, layout)
+    dead.update.connect_rollout_engines(addresses)
+    dead.train(0)
+    dead.update.update_weights(0)
     dist.barrier()
     if rank == 0:
         ask(addresses[-1], "/start_weight_update")
     dist.barrier()
+    me = Rank(rank, layout)
     undo = MUTANTS[mutant](me) if mutant else None
     me.train(1)
+    me.update.connect_rollout_engines(addresses)
     synced = attempt(lambda: me.update.update_weights(1))
     dist.barrier()
     if undo is not None:

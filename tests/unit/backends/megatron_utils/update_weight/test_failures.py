@@ -32,8 +32,8 @@ ABORT_SECONDS = 15.0  # an engine that is late is also waited for until it has d
 CALLS = {
     "connect": CONNECT,
     "pause": "/pause",
-    "start": "/start_weight_update",
-    "update": "/update_weights",
+    "start": "vime_start_weight_update",
+    "update": "vime_update_weights",
     "finish": "/finish_weight_update",
     "resume": "/reset_prefix_cache",
 }
@@ -43,8 +43,7 @@ FAULTS = {
     **{f"{phase}: killed": Fault(call, "die", phase == "connect") for phase, call in CALLS.items()},
     **{f"{phase}: its worker raises": Fault(CALLS[phase], "worker", phase == "connect")
        for phase in ("connect", "start", "update", "finish")},
-    "start: second start": Fault("/start_weight_update", "twice"),
-    "checksum: one flipped bit": Fault("/update_weights", "flip"),
+    "checksum: one flipped bit": Fault("vime_update_weights", "flip"),
     "proof: one flipped bit that no checksum sees": Fault("/finish_weight_update", "flip unseen", fresh=True),
 }  # fmt: skip
 CAUSES = {
@@ -52,7 +51,6 @@ CAUSES = {
     "late": "no answer within",
     "killed": "connection lost",
     "its worker raises": "worker 0: RuntimeError: out of memory",
-    "second start": "start_weight_update called while a weight update is already active",
     "one flipped bit": "copies arrived changed, the first of model.embed_tokens.weight from trainer rank 1 to ",
     "one flipped bit that no checksum sees": "different bytes in 1 of ",
 }

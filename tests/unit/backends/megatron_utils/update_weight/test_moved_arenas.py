@@ -42,7 +42,7 @@ def _scenario(rank: int, addresses: list[EngineAddress], between: str) -> dict[s
     if between == "left out":
         me.update.update_weights(2, [0])
     else:
-        fail_at(addresses[1], "/update_weights", "no")
+        fail_at(addresses[1], "vime_update_weights", "no")
         assert "error" in attempt(me.update.update_weights, 2)
     me.train(3)
     return {**attempt(me.update.update_weights, 3), "digests": [digests(address) for address in addresses]}

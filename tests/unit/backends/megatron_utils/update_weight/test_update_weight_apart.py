@@ -82,7 +82,7 @@ def test_after_a_failure_channels_are_formed_anew(engines: Callable[..., ToyEngi
     """Version 2 fails in a worker before it takes anything, version 3 in the server after the workers took all."""
     both = [engines(0, None, 2), engines(1, Slot(0, 1))]
     faults = {
-        2: {"engine": 0, "/update_weights": ["worker"]},
+        2: {"engine": 0, "vime_update_weights": ["worker"]},
         3: {"engine": 0, "/finish_weight_update": ["no"]},
     }
     found = _sync(TP2, both, update_weight_transport="distributed", versions=4, before=faults)

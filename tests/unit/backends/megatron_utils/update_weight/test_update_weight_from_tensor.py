@@ -33,8 +33,8 @@ TP2_PP2 = ParallelLayout(world_size=4, tp=2, pp=2, ep=1, etp=2)
 DP2 = ParallelLayout(world_size=2, ep=2)
 
 PLANNED = [
-    *("/is_sleeping", "/pause", "vime_abort_weight_update", "/start_weight_update", "/update_weights"),
-    *("vime_weight_state", "/finish_weight_update", "vime_weight_state", "/reset_prefix_cache", "/resume"),
+    *("/is_sleeping", "/pause", "vime_start_weight_update", "vime_update_weights"),
+    *("/finish_weight_update", "vime_weight_state", "/reset_prefix_cache", "/resume"),
 ]
 BUCKETED: dict[str, Any] = {"update_weight_transport": "bucketed", "check_weight_update": "off"}
 BUCKETED |= {"update_weight_buffer_size": 4096}
@@ -118,7 +118,7 @@ def judge_arenas(ranks: list[dict[str, Any]]) -> None:
 def judge_one_leader(ranks: list[dict[str, Any]]) -> None:
     """S2: each engine was started and finished once."""
     for engine in ranks[0]["calls"]:
-        for call in ("/pause", "/start_weight_update", "/finish_weight_update", "/resume"):
+        for call in ("/pause", "vime_start_weight_update", "/finish_weight_update", "/resume"):
             assert engine["calls"].count(call) == 1, engine["calls"]
 
 
@@ -154,7 +154,9 @@ def judge_sleep(engines: list[Any]) -> None:
 
 def judge_served_after_sync(calls: list[str]) -> None:
     """S11: the replaced engine was connected and got all weights, and then, once, was told to generate."""
-    order = [*("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update")]
+    order = [
+        *("/init_weight_transfer_engine", "vime_start_weight_update", "vime_update_weights", "/finish_weight_update")
+    ]
     assert [call for call in calls if call in order or call == "/resume"][-4:] == [*order[1:], "/resume"], calls
     assert order[0] in calls
     assert calls.count("/resume") == 1
@@ -331,8 +333,8 @@ def test_s9_ranks_that_disagree_are_refused_before_anything_is_written(two: dict
     for rank in two["dtypes"]:
         assert "error" not in rank["connect"], rank["connect"]
         assert "its bucket differs" in rank["update"]["error"]["cause"]
-    assert "/update_weights" not in two["dtypes"][0]["calls"][0]
-    assert "/update_weights" in two["dtypes unseen"][0]["calls"][0]  # without the comparison it would be written
+    assert "vime_update_weights" not in two["dtypes"][0]["calls"][0]
+    assert "vime_update_weights" in two["dtypes unseen"][0]["calls"][0]  # without the comparison it would be written
 
 
 @pytest.mark.parametrize("path", ["mixed", "mixed bucketed"])
@@ -358,8 +360,10 @@ def test_s11_a_replaced_engine_is_connected_and_synced_and_the_others_left_alone
 
 def test_the_first_sync_runs_both_paths_on_poisoned_weights(four: dict[str, Any]) -> None:
     for calls in four["planned"][0]["first_calls"]:
-        kept = [call for call in calls if call.startswith(("vime_poison", "vime_weight_digests", "/start", "/finish"))]
-        one = ["/start_weight_update", "vime_poison_weights", "/finish_weight_update", "vime_weight_digests"]
+        kept = [
+            call for call in calls if call.startswith(("vime_poison", "vime_weight_digests", "vime_start", "/finish"))
+        ]
+        one = ["vime_start_weight_update", "vime_poison_weights", "/finish_weight_update", "vime_weight_digests"]
         assert kept == one * 2
 
 

@@ -111,8 +111,6 @@ class _Server:
                 _raise_once(self.sessions[-1], _STEPS[name])
             elif kind == "flip":
                 _flip_once(0)
-            elif kind == "twice":
-                self._do(path, body)
             elif kind == "flip unseen":
                 _flip(self.models[0].direct()["model.norm.weight"])
             elif kind.startswith("slow"):
@@ -129,6 +127,8 @@ class _Server:
         elif path == "/reset_prefix_cache":
             return {"success": True}
         elif path == "/collective_rpc":
+            if body["method"] == "vime_update_weights" and (bucket := body["args"][1].get("bucket")):
+                self.devices.append(sorted(bucket.get("handles", ())))
             with ThreadPoolExecutor(len(self.sessions)) as workers:  # they meet in a channel
                 calls = [
                     workers.submit(self._rpc, rank, body["method"], *body["args"][1:])
@@ -144,19 +144,8 @@ class _Server:
             for session in self.sessions:
                 session.attempt("connect", InitInfo(**body["init_info"]))
         elif path == "/start_weight_update":
-            for rank, session in enumerate(self.sessions):
-                if self.active[rank]:
-                    raise RuntimeError("start_weight_update called while a weight update is already active")
-                session.attempt("start")
-                self.active[rank] = True
-        elif path == "/update_weights":
-            bucket = body["update_info"].get("bucket")
-            if bucket:
-                self.devices.append(sorted(bucket.get("handles", ())))
-            for rank, session in enumerate(self.sessions):
-                if not self.active[rank]:
-                    raise RuntimeError("start_weight_update must be called before update_weights.")
-                session.attempt("receive", UpdateInfo(**body["update_info"]))
+            for rank in range(len(self.sessions)):
+                self._start(rank)
         elif path == "/finish_weight_update":
             for rank, session in enumerate(self.sessions):
                 if not self.active[rank]:
@@ -167,6 +156,12 @@ class _Server:
             raise KeyError(path)
         return {}
 
+    def _start(self, rank: int) -> None:
+        if self.active[rank]:
+            raise RuntimeError("start_weight_update called while a weight update is already active")
+        self.sessions[rank].attempt("start")
+        self.active[rank] = True
+
     def _rpc(self, rank: int, method: str, *args: Any) -> dict[str, Any]:
         session = self.sessions[rank]
         if method == "vime_weight_state":
@@ -175,6 +170,16 @@ class _Server:
             return {"digests": {name: str(value) for name, value in session.model.digests().items()}}
         if method == "vime_poison_weights":
             session.model.poison()
+        elif method == "vime_start_weight_update":
+            session.abort()
+            self.active[rank] = False
+            self._start(rank)
+            return {"failure": session.failure}
+        elif method == "vime_update_weights":
+            if not self.active[rank]:
+                raise RuntimeError("start_weight_update must be called before update_weights.")
+            session.attempt("receive", UpdateInfo(**args[0]))
+            return {"failure": session.failure}
         elif method == "vime_open_channel":
             session.attempt("open_channel", ChannelInfo(**args[0]))
         elif method == "vime_abort_weight_update":
@@ -187,8 +192,8 @@ class _Server:
 
 _STEPS = {
     "/init_weight_transfer_engine": "connect",
-    "/start_weight_update": "start",
-    "/update_weights": "receive",
+    "vime_start_weight_update": "start",
+    "vime_update_weights": "receive",
     "/finish_weight_update": "finish",
 }
 
