@@ -47,15 +47,31 @@ class Batch:
     kind: Kind
     runs: np.ndarray
 
-    def tiles(self, tile: int = TILE) -> np.ndarray:
-        """int32 [tiles, 2]: run, first unit. The last tile of a run may reach over its end."""
+    def tiles(self, tile: int = TILE, origins: np.ndarray | None = None) -> np.ndarray:
+        """int32 [tiles, 2]: run, first unit. The last tile of a run may reach over its end.
+
+        ``origins``: int [runs], where a run comes from. Tiles of different origins take turns, or the kernel would copy
+        all of one before any of the next: from its own GPU, with the links idle, and then from another, waiting.
+        """
         counts = -(-self.runs[:, 2] // tile)
         run = np.repeat(np.arange(len(counts)), counts)
         first = (np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)) * tile
-        return np.stack([run, first], axis=1).astype(np.int32)
+        found = np.stack([run, first], axis=1).astype(np.int32)
+        return found if origins is None else found[_taking_turns(origins[run])]
 
     def tiled_like(self, other: Batch) -> bool:
-        return self.kind == other.kind and np.array_equal(self.runs[:, 2], other.runs[:, 2])
+        """Whether the tiles are the same. They do not depend on addresses."""
+        return self.kind == other.kind and np.array_equal(self.runs[:, [2, 6]], other.runs[:, [2, 6]])
+
+
+def _taking_turns(groups: np.ndarray) -> np.ndarray:
+    """An order in which the members of every group, in their own order, are spread evenly over the whole."""
+    by_group = np.argsort(groups, kind="stable")
+    _, counts = np.unique(groups, return_counts=True)
+    if len(counts) == 1:
+        return by_group
+    member = np.arange(len(groups)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return by_group[np.argsort((member + 0.5) / np.repeat(counts, counts), kind="stable")]
 
 
 @dataclass(frozen=True)

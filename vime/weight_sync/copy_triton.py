@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -25,7 +26,8 @@ from vime.weight_sync.copy_table import TILE, Batch, Kind, bind, find_runs
 from vime.weight_sync.program import CopyProgram, Source
 
 _WARPS = 4
-_PARTS = 64  # the sampled check looks at one tile in this many, others at every version
+# The sampled check looks at one tile in this many, others at every version. A prime, since origins take turns.
+_PARTS = 61
 _CHECK_STEP = 1024  # units that the check holds in registers at once, of source and of target
 
 
@@ -107,6 +109,7 @@ class TritonCopier:
     def __init__(self, program: CopyProgram, replay: bool = False) -> None:
         self.program, self.replays = program, replay
         self._runs = find_runs(program)
+        self._origins = np.array([copy.source[0] for copy in program.copies], dtype=np.int64)  # trainer rank of each
         self._bound_to: tuple[int, ...] | None = None
         self._launches: list[tuple[Batch, torch.Tensor, torch.Tensor]] = []  # the batch, and its runs and tiles there
         self._others: list[tuple[int, torch.Tensor, torch.Tensor]] = []
@@ -134,10 +137,10 @@ class TritonCopier:
         self._others = [(n, source_view(copies[n], arenas), target_view(copies[n], params)) for n in others]
         before, self._launches = self._launches, []
         for number, batch in enumerate(batches):
-            # Tiles do not depend on addresses, and they are most of the table.
-            same = number < len(before) and batch.tiled_like(before[number][0])
+            same = number < len(before) and batch.tiled_like(before[number][0])  # tiles are most of the table
             device = targets[0].device
-            tiles = before[number][2] if same else torch.from_numpy(batch.tiles()).to(device)
+            made = None if same else batch.tiles(origins=self._origins[batch.runs[:, 6]])
+            tiles = before[number][2] if made is None else torch.from_numpy(made).to(device)
             self._launches.append((batch, torch.from_numpy(batch.runs).to(device), tiles))
         if self._differs is None:
             pinned = bool(targets) and targets[0].is_cuda
@@ -190,7 +193,7 @@ class TritonCopier:
         """Enqueue the comparison of what was written with what is at the source, bit by bit.
 
         Args:
-            mode: "full", "sampled" (one tile in 64, all of them within 64 versions) or "off".
+            mode: "full", "sampled" (one tile in 61, all of them within 61 versions) or "off".
             version: which tiles "sampled" looks at.
 
         Returns:

@@ -110,8 +110,7 @@ class Receiver:
         self._arenas: dict[Source, torch.Tensor] = {}
         self._stamps: dict[int, torch.Tensor] = {}
         self._handles: dict[tuple[int, str], Handle] = {}
-        self._near: set[int] = set()  # ranks whose memory is opened; the others send
-        self._program = CopyProgram([], [])
+        self._program, self._sources = CopyProgram([], []), []
         self._direct: Copier = CpuCopier(self._program)
         self._layers: list[tuple[StagedLayer, Copier]] = []
         self._staging = Staging([], str(place), check, self.device)
@@ -155,7 +154,8 @@ class Receiver:
         remote = [copies for _, copies in stages]
         first = self.place.neighbour % (max(shards.ranks) + 1)
         self._staging = Staging(remote, str(self.place), self.check, self.device, self.most_bytes, first)
-        self._near = set(near)
+        # What is opened; the other ranks send. Kept: twenty thousand copies are not looked through at every update.
+        self._sources = [source for source in self._program.sources if source[0] in near]
 
     def _trace(self, shards: ShardMap) -> LoadPlan:
         try:
@@ -165,8 +165,8 @@ class Receiver:
 
     def _open(self, ranks: Mapping[int, RankInfo]) -> None:
         """Open what the program reads and is not open yet, or has moved."""
-        for rank, number in self._program.sources:
-            if rank not in ranks or rank not in self._near:
+        for rank, number in self._sources:
+            if rank not in ranks:
                 continue
             for key, handle in ((f"arena {number}", ranks[rank].arenas[number]), ("stamp", ranks[rank].stamp)):
                 if self._handles.get((rank, key)) == handle:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vime.weight_sync.copy_table import Kind, bind, find_runs, unit_bytes
+from vime.weight_sync.copy_table import Batch, Kind, bind, find_runs, unit_bytes
 from vime.weight_sync.program import Copy, CopyProgram
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.uint8, torch.int64)
@@ -143,6 +143,21 @@ def test_copies_of_too_many_runs_are_left_to_torch() -> None:
 
 def test_nothing_to_copy() -> None:
     assert bind(find_runs(CopyProgram([], [])), [], [], []) == ([], [])
+
+
+def test_tiles_of_several_origins_take_turns() -> None:
+    """Of a kernel that works through them in order, every stretch asks every origin for its share."""
+    runs = np.array([[0, 0, units, units, 0, 0, number] for number, units in enumerate((400, 100, 400, 700))])
+    batch, origins = Batch(Kind("int32", "int32", 4), runs), np.array([0, 1, 0, 2])
+    in_order = batch.tiles(10).tolist()
+    mixed = batch.tiles(10, origins).tolist()
+    assert sorted(mixed) == sorted(in_order)
+    for origin, share in ((0, 80), (1, 10), (2, 70)):
+        mine = [at for at, (run, _) in enumerate(mixed) if origins[run] == origin]
+        assert [mixed[at] for at in mine] == [tile for tile in in_order if origins[tile[0]] == origin]
+        gaps = np.diff([-1, *mine, len(mixed)])
+        assert gaps.max() <= 2 * -(-len(mixed) // share)
+    assert batch.tiles(10, np.zeros(4, dtype=int)).tolist() == in_order
 
 
 def test_tiles_cover_units_beyond_32_bits() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from vime.backends.megatron_utils.update_weight.bucket_sum import BucketSum
 from vime.backends.megatron_utils.update_weight.exchange import Exchange
 from vime.errors import WeightSyncError
 from vime.models.layout import Piece
@@ -67,7 +68,7 @@ class BucketStream:
         pieces: this rank's, with its parameters' tensors, and only those that it contributes: of replicas one.
         capacity: bytes of one bucket.
         device: name of this rank's device, under which its worker finds the handle.
-        everybody: the exchange of all ranks.
+        add: over all ranks.
         slot: the exchange of this rank's slot; None where the slot is this rank alone, or it has none.
     """
 
@@ -77,12 +78,12 @@ class BucketStream:
         pieces: Sequence[tuple[Piece, torch.Tensor]],
         capacity: int,
         device: str,
-        everybody: Exchange,
+        add: BucketSum,
         slot: Exchange | None,
     ) -> None:
         self._buckets = list(buckets(tensors, capacity))
         self.bytes = sum(end for _, end in self._buckets)
-        self._device, self._everybody, self._slot = device, everybody, slot
+        self._device, self._sum, self._slot = device, add, slot
         size = max(end for _, end in self._buckets)
         where = next((param.device for _, param in pieces), torch.device("cpu"))
         self._scratch = torch.zeros(size, dtype=torch.uint8, device=where)
@@ -112,7 +113,7 @@ class BucketStream:
         disagreement = None
         for placed, end in self._buckets:
             self._fill(placed, end)
-            self._everybody.sum_in_place(self._scratch[:end].view(torch.int32), "update")
+            self._sum.add(self._scratch[:end].view(torch.int32))
             self._shared.tensor[:end].copy_(self._scratch[:end])
             if self._scratch.is_cuda:
                 torch.cuda.synchronize()  # another process reads it
@@ -144,4 +145,5 @@ class BucketStream:
         return {"handles": {part["device"]: part["handle"] for part in parts}, "tensors": tensors}
 
     def close(self) -> None:
+        self._sum.close()
         self._shared.close()

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from vime.backends.megatron_utils.update_weight.bucket_sum import BucketSum
 from vime.backends.megatron_utils.update_weight.bucketed import BucketStream
 from vime.backends.megatron_utils.update_weight.channels import Channels, Members
 from vime.backends.megatron_utils.update_weight.engine_update import EngineUpdate, for_each
@@ -281,7 +282,7 @@ class UpdateWeightFromTensor:
     def _prepare(self, version: int) -> dict[str, Any] | None:
         """Stamp this rank's weights, which are final, with their version. Returns its arenas if one has moved."""
         assert self._shards is not None
-        if self._params and next(iter(self._params.values())).is_cuda:
+        if self._on_gpu:
             torch.cuda.synchronize()
         info = self._place()
         self._stamp.set(version)
@@ -307,6 +308,10 @@ class UpdateWeightFromTensor:
     def _arenas(self) -> dict[Source, torch.Tensor]:
         """This rank's own, to send from."""
         return {(self.rank, n): arena_of(param)[0].tensor for n, param in enumerate(self._first_in_arena)}
+
+    @property
+    def _on_gpu(self) -> bool:
+        return bool(self._params) and next(iter(self._params.values())).is_cuda
 
     @property
     def _plans(self) -> bool:
@@ -391,7 +396,7 @@ class UpdateWeightFromTensor:
             chosen,
             self.options.update_weight_buffer_size,
             self._device,
-            self._everybody,
+            BucketSum(self._everybody, list(self._shards.ranks.values())),
             self._slots.get(mine) if mine is not None else None,  # none over a slot of one rank
         )
 

@@ -217,7 +217,7 @@ def _wait_less_in_meetings(me: Rank) -> None:
     everybody.watch(me.update._shards.ranks, me.update._node)
     me.update._everybody = everybody
     if me.update._stream is not None:
-        me.update._stream._everybody = everybody
+        me.update._stream._sum._everybody = everybody
 
 
 def _die() -> None:

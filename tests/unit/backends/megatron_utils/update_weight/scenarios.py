@@ -85,7 +85,7 @@ def barrier_in_the_loop(me: Rank) -> Undo:
     message = bucketed.BucketStream._message
 
     def with_barrier(self: Any, placed: Any) -> Any:
-        self._everybody.gather(None, "sent")
+        self._sum._everybody.gather(None, "sent")
         return message(self, placed)
 
     return _replace(bucketed.BucketStream, "_message", with_barrier)

@@ -1,0 +1,100 @@
+"""When ranks add up buckets by NCCL, and that nobody waits for it without end. The sum itself: every proof on GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from vime.backends.megatron_utils.update_weight.bucket_sum import BucketSum
+from vime.errors import WeightSyncError
+from vime.weight_sync.shard_map import RankInfo
+
+
+class Meetings:
+    """Stands in for the exchange of all ranks."""
+
+    def __init__(self, timeout: float = 0.2) -> None:
+        self.ranks, self.timeout, self.events = [0, 1], timeout, []
+
+    def gather(self, value: Any, phase: str) -> list[Any]:
+        self.events.append("gather")
+        return [value]
+
+    def sum_in_place(self, tensor: torch.Tensor, phase: str) -> None:
+        self.events.append("gloo")
+
+
+class Group(dist.ProcessGroup):
+    def __init__(self, events: list[str]) -> None:
+        super().__init__(0, 2)  # pyright: ignore[reportCallIssue]
+        self.events = events
+
+    def abort(self) -> None:
+        self.events.append("abort")
+
+
+def ranks(*devices: str | None) -> list[RankInfo]:
+    """On these GPUs; None: without parameters."""
+    arenas = [[{"kind": "cuda_ipc", "device": device}] if device else [] for device in devices]
+    return [RankInfo(number, "node", f"rank {number}", {}, found) for number, found in enumerate(arenas)]
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    state: dict[str, Any] = {"done": True, "meetings": Meetings()}
+    events = state["meetings"].events
+
+    class Event:
+        def record(self) -> None:
+            pass
+
+        def query(self) -> bool:
+            return state["done"]
+
+    def form(ranks: list[int], backend: str, **_: Any) -> Group:
+        assert (ranks, backend) == ([0, 1], "nccl")
+        events.append("form")
+        return Group(events)
+
+    def all_reduce(tensor: torch.Tensor, group: Any) -> None:
+        if "error" in state:
+            raise RuntimeError(state["error"])
+        events.append("nccl")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(dist, "new_group", form)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: events.append("destroy"))
+    return state
+
+
+def test_ranks_with_gpus_of_their_own_meet_and_then_add_by_nccl(nccl: dict[str, Any]) -> None:
+    adding = BucketSum(nccl["meetings"], ranks("GPU-a", "GPU-b"))
+    for _ in range(2):
+        adding.add(torch.zeros(4, dtype=torch.int32))
+    adding.close()
+    assert nccl["meetings"].events == ["gather", "form", "nccl", "gather", "nccl", "abort", "destroy"]
+
+
+@pytest.mark.parametrize("devices", [("GPU-a", "GPU-a"), ("GPU-a", None), (None, None), ("GPU-a",)])
+def test_ranks_that_share_a_gpu_or_have_none_add_by_gloo(nccl: dict[str, Any], devices: tuple[str | None, ...]) -> None:
+    BucketSum(nccl["meetings"], ranks(*devices)).add(torch.zeros(4, dtype=torch.int32))
+    assert nccl["meetings"].events == ["gloo"]
+
+
+def test_a_sum_that_does_not_end_is_given_up_at_the_deadline(nccl: dict[str, Any]) -> None:
+    nccl["done"] = False
+    with pytest.raises(WeightSyncError, match=r"did not add up a bucket within 0\.2 s") as caught:
+        BucketSum(nccl["meetings"], ranks("GPU-a", "GPU-b")).add(torch.zeros(4, dtype=torch.int32))
+    assert caught.value.phase == "update"
+    assert nccl["meetings"].events == ["gather", "form", "nccl", "abort", "destroy"]
+
+
+def test_nccls_own_error_is_the_updates_error(nccl: dict[str, Any]) -> None:
+    nccl["error"] = "remote process exited"
+    with pytest.raises(WeightSyncError, match="cannot add up a bucket: remote process exited"):
+        BucketSum(nccl["meetings"], ranks("GPU-a", "GPU-b")).add(torch.zeros(4, dtype=torch.int32))
+    assert nccl["meetings"].events == ["gather", "form", "abort", "destroy"]
