@@ -21,6 +21,7 @@ from vime.weight_sync.arena_cuda import KIND
 from vime.weight_sync.shard_map import RankInfo
 
 _LOOK = 1e-4  # seconds between looks at whether a sum is done
+_ALIVE = 0.5  # seconds between looks at whether all ranks live
 
 
 class BucketSum:
@@ -67,11 +68,17 @@ class BucketSum:
         done = torch.cuda.Event()
         done.record()
         end = time.monotonic() + self._everybody.timeout
+        look_at = time.monotonic() + _ALIVE
         while not done.query():
-            if time.monotonic() > end:
+            dead = ""
+            if time.monotonic() > look_at:
+                dead, look_at = self._everybody.dead(), time.monotonic() + _ALIVE
+            if dead or time.monotonic() > end:
                 self.close()
-                cause = f"its ranks did not add up a bucket within {self._everybody.timeout:g} s"
-                raise WeightSyncError("update", "the trainer", cause)
+                cause = f"a bucket was not added up within {self._everybody.timeout:g} s"
+                raise WeightSyncError(
+                    "update", dead or "the trainer", "left its ranks adding up a bucket" if dead else cause
+                )
             time.sleep(_LOOK)
 
     def close(self) -> None:

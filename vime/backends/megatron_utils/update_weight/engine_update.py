@@ -160,6 +160,7 @@ class EngineUpdate:
         value = error_value(error, phase, str(self))
         if isinstance(error, WeightSyncError):
             value["cause"] = f"{error.where}: {error.cause}"
+        value["cause"] = value["cause"].removeprefix(f"{self}: ")  # an EngineError begins with whose it is
         self.failure = value | {"where": str(self), "engines": [self.address.index]}
 
     def abort(self) -> None:

@@ -87,15 +87,19 @@ class Exchange:
             self._broken = f"{where}: {error}"
             raise WeightSyncError(phase, where, f"did not come to the ranks' meeting ({error})") from error
 
+    def dead(self) -> str:
+        """The ranks of this node that have died, in words."""
+        return ", ".join(
+            f"trainer rank {rank} (pid {pid}, dead)" for rank, (pid, _) in self._pages.items() if not _runs(pid)
+        )
+
     def _absent(self) -> str:
         """The ranks of this node that have died, or else those that are behind."""
         end = time.monotonic() + _DYING
-        while not (dead := [rank for rank, (pid, _) in self._pages.items() if not _runs(pid)]):
-            if time.monotonic() > end:
-                break
+        while not (dead := self.dead()) and time.monotonic() < end:
             time.sleep(0.02)
         if dead or self._stamp is None:
-            return ", ".join(f"trainer rank {rank} (pid {self._pages[rank][0]}, dead)" for rank in dead)
+            return dead
         mine = Stamp.meetings(self._stamp.arena.tensor)
         late = [(rank, pid) for rank, (pid, page) in self._pages.items() if Stamp.meetings(page) < mine]
         return ", ".join(f"trainer rank {rank} (pid {pid}, late)" for rank, pid in late)

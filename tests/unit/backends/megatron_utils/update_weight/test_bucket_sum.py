@@ -18,10 +18,14 @@ class Meetings:
 
     def __init__(self, timeout: float = 0.2) -> None:
         self.ranks, self.timeout, self.events = [0, 1], timeout, []
+        self.died = ""
 
     def gather(self, value: Any, phase: str) -> list[Any]:
         self.events.append("gather")
         return [value]
+
+    def dead(self) -> str:
+        return self.died
 
     def sum_in_place(self, tensor: torch.Tensor, phase: str) -> None:
         self.events.append("gloo")
@@ -87,10 +91,17 @@ def test_ranks_that_share_a_gpu_or_have_none_add_by_gloo(nccl: dict[str, Any], d
 
 def test_a_sum_that_does_not_end_is_given_up_at_the_deadline(nccl: dict[str, Any]) -> None:
     nccl["done"] = False
-    with pytest.raises(WeightSyncError, match=r"did not add up a bucket within 0\.2 s") as caught:
+    with pytest.raises(WeightSyncError, match=r"was not added up within 0\.2 s") as caught:
         BucketSum(nccl["meetings"], ranks("GPU-a", "GPU-b")).add(torch.zeros(4, dtype=torch.int32))
     assert caught.value.phase == "update"
     assert nccl["meetings"].events == ["gather", "form", "nccl", "abort", "destroy"]
+
+
+def test_a_rank_that_dies_in_a_sum_is_named_before_the_deadline(nccl: dict[str, Any]) -> None:
+    nccl["done"], nccl["meetings"].timeout, nccl["meetings"].died = False, 60.0, "trainer rank 1 (pid 7, dead)"
+    with pytest.raises(WeightSyncError, match="left its ranks adding up") as caught:
+        BucketSum(nccl["meetings"], ranks("GPU-a", "GPU-b")).add(torch.zeros(4, dtype=torch.int32))
+    assert caught.value.where == "trainer rank 1 (pid 7, dead)"
 
 
 def test_nccls_own_error_is_the_updates_error(nccl: dict[str, Any]) -> None:
