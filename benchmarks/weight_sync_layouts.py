@@ -1,7 +1,7 @@
 """Weight sync between trainer and engine layouts on two GPUs of one host: exactness, who reads what from where, speed.
 
-    python benchmarks/weight_sync_layouts.py                               # two GPUs, about eight minutes
-    python benchmarks/weight_sync_layouts.py --models 30B-A3B --layers 24 --cases TP2 EP2
+    python benchmarks/weight_sync_layouts.py                               # two GPUs, about a quarter of an hour
+    python benchmarks/weight_sync_layouts.py --models 30B-A3B --engines "one TP2"
     python benchmarks/weight_sync_layouts.py --device cpu --models 0.6B    # the same in miniature, without a GPU
 
 Trainer ranks are stand-ins with parameters of the real names, shapes and cuts and random values; everything after that
@@ -73,11 +73,11 @@ VIEWS = (
 class Engines:
     """The engines of one model: one of two workers, two of one. Those that are not in use sleep."""
 
-    def __init__(self, config: Any, spec: ModelSpec, device: str, logs: Path) -> None:
+    def __init__(self, config: Any, spec: ModelSpec, device: str, kinds: list[str], logs: Path) -> None:
         self.device = device
         self._made: dict[tuple[int, int], EngineProcess] = {}
         commands = {}
-        for number, slot in enumerate(slot for slots in ENGINES.values() for slot in slots):
+        for number, slot in enumerate(slot for kind in kinds for slot in ENGINES[kind]):
             workers = slot[1] - slot[0]
             sized = dataclasses.replace(
                 config,
@@ -135,11 +135,11 @@ def run_model(options: argparse.Namespace, model: str, folder: Path, table: Tabl
         path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": options.layers}))
     spec, config = spec_from_hf(checkpoint), make_config(checkpoint, options.device, None)
     config.weight_sync.weight_update_timeout = TIMEOUT
-    engines = Engines(config, spec, options.device, folder)
+    engines = Engines(config, spec, options.device, options.engines, folder)
     bench = Bench(options, model, config, spec, engines, table)
     try:
         with bench.ranks(View()) as ranks:
-            for kind in ENGINES:
+            for kind in options.engines:
                 with engines.awake(kind):
                     for case in options.cases:
                         if case != "EP2" or spec.num_experts:
@@ -149,7 +149,8 @@ def run_model(options: argparse.Namespace, model: str, folder: Path, table: Tabl
                     bench.case(ranks, "TP2", kind, transport="bucketed")
                     if kind == "two of one GPU":  # NCCL wants a GPU per member: the engine where no rank is
                         bench.case(ranks, "TP1, one GPU", kind, transport="distributed", only=1)
-        for view in VIEWS if options.device == "cuda" and not options.skip_views else ():
+        views = VIEWS if options.device == "cuda" and "one TP2" in options.engines and not options.skip_views else ()
+        for view in views:
             with bench.ranks(view) as ranks, engines.awake("one TP2"):
                 bench.case(ranks, "TP2", "one TP2")
         if not options.skip_kills:
@@ -241,6 +242,8 @@ def kills(bench: Bench) -> None:
     import psutil
 
     for victim, kind in (("trainer rank", "one TP2"), ("worker", "one TP2"), ("engine", "two of one GPU")):
+        if kind not in bench.options.engines:
+            continue
         engines, config = bench.engines, bench.config
         with bench.ranks(View()) as ranks, engines.awake(kind):
             addresses = engines.addresses(kind)
@@ -341,6 +344,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["0.6B", "30B-A3B"])
     parser.add_argument("--layers", type=int, default=0, help="of every model (default: all it has)")
     parser.add_argument("--cases", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--skip-views", action="store_true", help="and without the other transports")
