@@ -22,10 +22,10 @@ from vime.models.spec import ModelSpec
 if TYPE_CHECKING:
     from plan_scale import Case, Result
 
-LOCAL = 2.05e12  # bytes/s, of one GPU's memory to itself: 61.06 GB in 29.8 ms, weight_sync_h200.md
+LOCAL = 2.05e12  # bytes/s, of one GPU's memory to itself: 61.06 GB in 29.5 to 29.8 ms, weight_sync_h200.md
 LINK = 369e9  # bytes/s that one GPU reads over NVLink: 30.5 GB in 82.7 ms on two H200 (NV18), prototype of the kernel
 NETWORK = 50e9  # bytes/s per GPU, each way: 400 Gb/s, an ASSUMPTION
-AROUND = 0.052  # s of an update_weights() that are not the copy (pause to resume): 52.7 - 0.74 ms, weight_sync_h200.md
+AROUND = 0.052  # s of an update_weights() that are not the copy (pause to resume): 49 to 55 ms, weight_sync_h200.md
 
 
 @dataclass

@@ -5,7 +5,7 @@
     python benchmarks/weight_sync_layouts.py --device cpu --models 0.6B    # the same in miniature, without a GPU
 
 Trainer ranks are stand-ins with parameters of the real names, shapes and cuts and random values; everything after that
-is the real thing: Gloo groups, UpdateWeightFromTensor, HTTP, vLLM engines with our plug-in. The first update of every
+is the real thing: Gloo and NCCL groups, UpdateWeightFromTensor, HTTP, vLLM engines with our plug-in. The first update of every
 case proves itself: planned and bucketed path leave the same bytes in every parameter and buffer. Then two updates with
 a full check, and some with the sampled one, which are measured.
 
@@ -199,6 +199,8 @@ class Bench:
             row |= self._figures(found, addresses, [(ENGINES[kind][n], self.engines.states(kind)[n]) for n in used])
             if transport != "planned":
                 row["worker"]["copy"] = None  # what is timed there is not the way over the link
+            if transport == "bucketed":
+                row["link"] = None  # of the plan, which this path does not use
         row["took"] = time.perf_counter() - started
         self.table.add(row)
         log.info("%s", row)
@@ -327,7 +329,7 @@ class Table:
             *start,
             " and ".join(map(str, row["leaders"])) + ("" if row["starts"] else " (starts counted wrong)"),
             f"{row['bytes'] / 1e9:.2f}",
-            f"{row['link'] / 1e9:.3f}",
+            f"{row['link'] / 1e9:.3f}" if row["link"] is not None else "",
             f"{crossed / 1e9:.3f}" if crossed is not None else "",
             f"{worker['local'] / 1e9:.2f}, {worker['link'] / 1e9:.2f}" if copy else "",
             f"{copy * 1e3:.2f} ms" if copy else "",

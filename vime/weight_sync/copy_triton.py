@@ -13,6 +13,7 @@ as it was can be replayed from a CUDA graph.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,8 @@ import triton.language as tl
 from vime.weight_sync.copy_cpu import source_view, target_view
 from vime.weight_sync.copy_table import TILE, Batch, Kind, bind, find_runs
 from vime.weight_sync.program import CopyProgram, Source
+
+log = logging.getLogger(__name__)
 
 _WARPS = 4
 # The sampled check looks at one tile in this many, others at every version. A prime, since origins take turns.
@@ -107,7 +110,7 @@ class TritonCopier:
     """
 
     def __init__(self, program: CopyProgram, replay: bool = False) -> None:
-        self.program, self.replays = program, replay
+        self.program, self._replays = program, replay and torch.cuda.is_available()
         self._runs = find_runs(program)
         self._origins = np.array([copy.source[0] for copy in program.copies], dtype=np.int64)  # trainer rank of each
         self._bound_to: tuple[int, ...] | None = None
@@ -158,7 +161,7 @@ class TritonCopier:
             before, after, checked = (torch.cuda.Event(enable_timing=True) for _ in range(3))
             self._clock = before, after, checked
         # The first run compiles and loads the kernels, which cannot be captured. Torch's own copies may need memory.
-        if self.replays and self._ran and self._graph is None and self._clock is not None and not self._others:
+        if self._replays and self._ran and self._graph is None and self._launches and not self._others:
             self._graph = self._capture()
         if self._clock is not None:
             self._clock[0].record()
@@ -179,13 +182,18 @@ class TritonCopier:
         for _, source, target in self._others:
             target.copy_(source)
 
-    def _capture(self) -> torch.cuda.CUDAGraph:
-        """Record what :meth:`_enqueue` does, without doing it. Other threads may use the GPU meanwhile."""
-        graph = torch.cuda.CUDAGraph()
+    def _capture(self) -> torch.cuda.CUDAGraph | None:
+        """Record what :meth:`_enqueue` does, without doing it; None where that is not possible."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            self._enqueue()
+        graph = torch.cuda.CUDAGraph()
+        try:  # other threads may use the GPU meanwhile
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                self._enqueue()
+        except RuntimeError as error:
+            log.warning("copies are launched one by one, since they cannot be captured in a CUDA graph: %s", error)
+            self._replays = False
+            return None
         return graph
 
     @torch.no_grad()

@@ -167,8 +167,11 @@ class Session:
         try:
             if message.bucket is not None:
                 self._load(self._take_bucket(message.bucket))
+                if message.bucket["last"]:
+                    self._end_load()
             elif message.directory is not None:
                 self._load(read_directory(message.directory, self.device))
+                self._end_load()
             else:
                 connected.update(message.version, {item["rank"]: RankInfo(**item) for item in message.moved})
         except BaseException:
@@ -179,15 +182,9 @@ class Session:
     def finish(self) -> None:
         """Commit the version of what was received."""
         place = self._connected().place
-        if self._updated_to is None:
-            raise WeightSyncError("finish", str(place), "no weights have arrived in this update")
-        if self._loading:
-            try:
-                self.model.end_load()
-            except BaseException:
-                self.abort()
-                raise
-        self._loading, self._bucket = False, None
+        if self._updated_to is None or self._loading:
+            which = "no" if self._updated_to is None else "not all"
+            raise WeightSyncError("finish", str(place), f"{which} weights have arrived in this update")
         self._version = self._updated_to
 
     def abort(self, leave: bool = False) -> None:
@@ -235,8 +232,8 @@ class Session:
     def _take_bucket(self, bucket: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
         """Whole checkpoint tensors, from one flat buffer on this worker's own device, or through the channel.
 
-        ``bucket``: ``tensors``, [name, dtype, shape, byte offset] each; ``handles``, device name -> arena handle; or
-        ``origin``, the member that sends ``bytes`` bytes.
+        ``bucket``: ``tensors``, [name, dtype, shape, byte offset] each; ``last``, whether none comes after it;
+        ``handles``, device name -> arena handle, or ``origin``, the member that sends ``bytes`` bytes.
         """
         if "origin" in bucket:
             buffer = torch.empty(bucket["bytes"], dtype=torch.uint8, device=self.device)
@@ -269,6 +266,10 @@ class Session:
             self.model.begin_load()
             self._loading = True
         self.model.load(weights)
+
+    def _end_load(self) -> None:
+        self.model.end_load()
+        self._loading, self._bucket = False, None
 
     def _connected(self) -> Receiver:
         if self._receiver is None:

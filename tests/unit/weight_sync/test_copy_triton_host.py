@@ -94,6 +94,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     device: Any = Gpu(16 << 20)
     module.copy_kernel.gpu = module.check_kernel.gpu = device
     device.copier = module.TritonCopier
+    device.module = module
     return device
 
 
@@ -195,3 +196,98 @@ def test_bound_again_only_what_moved_is_made_anew(gpu: Gpu) -> None:
     copier.bind(moved, params)
     copier.run()
     assert copier.check("full", 0)() == []
+
+
+class Graph:
+    """Stands in for a CUDA graph of what a copier enqueues."""
+
+    def __init__(self, copier: Any) -> None:
+        self.enqueue, self.replays = copier._enqueue, 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.enqueue()
+
+
+@pytest.fixture
+def graphs(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    """A machine with a GPU, whose captured graphs these are."""
+    made: list[Graph] = []
+
+    def capture(copier: Any) -> Graph:
+        made.append(Graph(copier))
+        return made[-1]
+
+    event = types.SimpleNamespace(record=lambda: None, elapsed_time=lambda other: 0.0)
+    stream = types.SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", False)
+    monkeypatch.setattr(gpu.copier, "_capture", capture)
+    return made
+
+
+def without_others(program: CopyProgram) -> CopyProgram:
+    return CopyProgram([copy for copy in program.copies if copy.tensor != "D"], program.fills)
+
+
+def test_the_second_run_captures_and_later_ones_replay_until_memory_moves(gpu: Any, graphs: list[Graph]) -> None:
+    program, arenas, params = weights(gpu)
+    copier = gpu.copier(without_others(program), replay=True)
+    copier.bind(arenas, params)
+    replays = []
+    for _ in range(4):
+        copier.run()
+        copier.bind(arenas, params)  # nothing has moved
+        replays.append([graph.replays for graph in graphs])
+    assert replays == [[], [1], [2], [3]]
+    moved = {source: gpu.allocate(torch.uint8, arena.numel()).copy_(arena) for source, arena in arenas.items()}
+    params["a"].zero_()
+    copier.bind(moved, params)
+    copier.run()
+    assert [graph.replays for graph in graphs] == [3]  # what it copies from is not there any more
+    assert torch.equal(params["a"], moved[0, 0].view(torch.bfloat16)[: 5 << 18])
+    copier.run()
+    assert [graph.replays for graph in graphs] == [3, 1]
+    copier.unbind()
+    copier.bind(moved, params)
+    copier.run()
+    assert len(graphs) == 2
+
+
+@pytest.mark.parametrize("kind", ["not asked for", "copies by torch", "nothing to copy"])
+def test_what_is_not_captured(gpu: Any, graphs: list[Graph], kind: str) -> None:
+    program, arenas, params = weights(gpu)
+    if kind == "not asked for":
+        program = without_others(program)
+    elif kind == "nothing to copy":
+        program = CopyProgram([], [])
+    copier = gpu.copier(program, replay=kind != "not asked for")
+    copier.bind(arenas, params)
+    for _ in range(3):
+        copier.run()
+    assert not graphs
+
+
+def test_copies_go_on_where_a_capture_fails(
+    gpu: Any, graphs: list[Graph], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: types.SimpleNamespace(record=lambda: None))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: types.SimpleNamespace(wait_stream=lambda other: None))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", refuse)
+    program, arenas, params = weights(gpu)
+    copier = gpu.copier(without_others(program), replay=True)
+    copier.bind(arenas, params)
+    for _ in range(3):
+        params["a"].zero_()
+        copier.run()
+        assert params["a"].any()
+    assert caplog.text.count("cannot be captured") == 1

@@ -63,7 +63,7 @@ class Trainer:
             flat[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             listed.append([name, "float32", list(tensor.shape), end])
             end += -(-tensor.nbytes // 64) * 64
-        return {"handles": {"cpu-0": arena_of(flat)[0].describe()}, "tensors": listed}
+        return {"handles": {"cpu-0": arena_of(flat)[0].describe()}, "tensors": listed, "last": True}
 
 
 @pytest.mark.parametrize(("number", "size"), [(0, 1), (0, 2), (1, 2)])
@@ -202,6 +202,32 @@ def test_moved_arenas_are_opened_again_and_only_those() -> None:
     trainer.stamp.set(3)
     trainer.update(3)  # nothing asks for the old one
     trainer.assert_synced(3)
+
+
+def test_what_fails_after_the_last_bucket_is_the_updates_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before finish, from which on vLLM takes an update for a good one."""
+    trainer = Trainer()
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.model, "end_load", fail)
+        trainer.session.attempt("start")
+        trainer.session.attempt("receive", UpdateInfo(1, bucket=trainer.bucket()))
+        failure = trainer.session.failure
+        assert failure is not None
+        assert (failure["phase"], failure["cause"]) == ("update", "RuntimeError: out of memory")
+    trainer.update(2, bucket=trainer.bucket())
+    trainer.assert_synced(2)
+
+
+def test_an_update_whose_last_bucket_has_not_come_cannot_finish() -> None:
+    trainer = Trainer()
+    trainer.session.start()
+    trainer.session.receive(UpdateInfo(1, bucket=trainer.bucket() | {"last": False}))
+    with pytest.raises(WeightSyncError, match="not all weights have arrived"):
+        trainer.session.finish()
 
 
 def test_a_payload_without_this_workers_device_is_refused_with_those_it_has() -> None:

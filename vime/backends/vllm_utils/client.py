@@ -127,12 +127,11 @@ class EngineClient:
         self._call("POST", "/init_weight_transfer_engine", {"init_info": info}, timeout=timeout)
 
     def start_weight_update(self, timeout: float | None = None) -> None:
-        """Open an update. The engine must be paused: a step between start and finish would run on half the weights."""
-        self._call("POST", "/start_weight_update", {}, timeout=timeout)
+        """Open an update. The engine must be paused: a step between start and finish would run on half the weights.
 
-    def update_weights(self, info: dict[str, Any] | list[dict[str, Any]], timeout: float | None = None) -> None:
-        """One message of an open update; a list holds one entry per worker (vLLM from 0.32 on)."""
-        self._call("POST", "/update_weights", {"update_info": info}, timeout=timeout)
+        vime's trainer does so through its worker extension (plugin.py), which also says how it went.
+        """
+        self._call("POST", "/start_weight_update", {}, timeout=timeout)
 
     def finish_weight_update(self, version: int | None = None, timeout: float | None = None) -> None:
         """Close the update; answers from now on carry ``version``."""
@@ -142,11 +141,13 @@ class EngineClient:
     def collective_rpc(
         self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> list[dict[str, Any] | list[Any] | str | None]:
-        """Call ``method`` of every worker; results that are neither dict, list nor None come back as strings."""
-        seconds = timeout or self.timeout
-        body = {"method": method, "args": list(args), "kwargs": kwargs, "timeout": seconds}
-        # A little longer: vLLM's own words, when the time is up, say more than that there was no answer.
-        return self._call("POST", "/collective_rpc", body, timeout=seconds + 0.5)["results"]
+        """Call ``method`` of every worker; results that are neither dict, list nor None come back as strings.
+
+        The deadline is ours alone. vLLM's executor, given one, stops reading its workers' answers when it has passed,
+        and then takes each for that to the next call.
+        """
+        body = {"method": method, "args": list(args), "kwargs": kwargs}
+        return self._call("POST", "/collective_rpc", body, timeout=timeout)["results"]
 
     # ---- HTTP ----
 

@@ -39,7 +39,7 @@ class WorkerExtension:
 
     def vime_weight_state(self, token: str = "") -> dict[str, Any]:
         """Connection, plan, and how the last update went: Session.state."""
-        return _answer(token, self.weight_transfer_engine.session.state)
+        return _answer(self, token, "state", self.weight_transfer_engine.session.state)
 
     def vime_start_weight_update(self, token: str) -> dict[str, Any]:
         """vLLM's own start_weight_update, after the end of an update that somebody has left open."""
@@ -49,7 +49,7 @@ class WorkerExtension:
             self.start_weight_update()
             return {"failure": self.weight_transfer_engine.session.failure}
 
-        return _answer(token, start)
+        return _answer(self, token, "start", start)
 
     def vime_update_weights(self, token: str, message: dict[str, Any]) -> dict[str, Any]:
         """vLLM's own update_weights with one message (session.UpdateInfo), and how it went."""
@@ -58,13 +58,13 @@ class WorkerExtension:
             self.update_weights(message)
             return {"failure": self.weight_transfer_engine.session.failure}
 
-        return _answer(token, update)
+        return _answer(self, token, "update", update)
 
     def vime_abort_weight_update(self, token: str = "", leave: bool = False) -> dict[str, Any]:
         """End an update that nobody will finish, so that another can start: live tensors are put back, vLLM's "update
         already active" is cleared. What was written stays written. ``leave``: the channel too, so that ranks that are
         sending stop."""
-        return _answer(token, lambda: _abort(self, leave))
+        return _answer(self, token, "abort", lambda: _abort(self, leave))
 
     def vime_open_channel(self, token: str, info: dict[str, Any]) -> dict[str, Any]:
         """Meet the trainer ranks that send their weights (session.ChannelInfo)."""
@@ -74,16 +74,18 @@ class WorkerExtension:
 
             self.weight_transfer_engine.session.attempt("open_channel", ChannelInfo(**info))
 
-        return _answer(token, open_channel)
+        return _answer(self, token, "connect", open_channel)
 
     def vime_poison_weights(self, token: str = "") -> dict[str, Any]:
         """Overwrite what the plan writes with NaN."""
-        return _answer(token, self.weight_transfer_engine.session.model.poison)
+        return _answer(self, token, "proof", self.weight_transfer_engine.session.model.poison)
 
     def vime_weight_digests(self, token: str = "") -> dict[str, Any]:
         """``digests``: name -> digest of every parameter and buffer, as text (JSON readers round 64-bit integers)."""
         digests = self.weight_transfer_engine.session.model.digests
-        return _answer(token, lambda: {"digests": {name: str(value) for name, value in digests().items()}})
+        return _answer(
+            self, token, "proof", lambda: {"digests": {name: str(value) for name, value in digests().items()}}
+        )
 
 
 def _abort(worker: WorkerExtension, leave: bool) -> None:
@@ -93,8 +95,14 @@ def _abort(worker: WorkerExtension, leave: bool) -> None:
     clear_active_update(worker)
 
 
-def _answer(token: str, work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
+def _answer(
+    worker: WorkerExtension, token: str, phase: str, work: Callable[[], dict[str, Any] | None]
+) -> dict[str, Any]:
     try:
         return {"token": token, "failure": None, **(work() or {})}
     except Exception as error:  # noqa: BLE001 - the caller raises it
-        return {"token": token, "failure": {"phase": "worker", "where": "worker", "cause": f"{error!r}"}}
+        from vime.backends.vllm_utils.weight_transfer import logger
+
+        where = f"worker {worker.weight_transfer_engine.session.number}"
+        logger.exception("%s: %s", where, phase)
+        return {"token": token, "failure": {"phase": phase, "where": where, "cause": f"{error!r}"}}

@@ -1,8 +1,9 @@
 """The worker's end of a weight update as vLLM knows it: a WeightTransferEngine around vime's session.
 
-vLLM's routes call it in this order: ``init`` once per connection, then per update ``start``, ``update`` (once by plan,
-or once per bucket) and ``finish``. The trainer has paused the engine before ``start``. The routes answer with nothing,
-and a worker must not raise (Session.attempt), so the trainer asks the WorkerExtension how it went (plugin.py).
+It is called in this order: ``init`` once per connection, then per update ``start``, ``update`` (once by plan, or once
+per bucket) and ``finish``. The trainer has paused the engine before ``start``. ``init`` and ``finish`` come by vLLM's
+own routes, which answer with nothing, and a worker must not raise (Session.attempt): the trainer asks the
+WorkerExtension how they went. The others come through that extension (plugin.py), which answers.
 """
 
 from __future__ import annotations

@@ -96,20 +96,20 @@ def main(family: str, tied: bool, tp: int, folder: str) -> dict[str, Any]:
     buffer = arena_of(next(iter(flat.values())))[0]
     listed = [[name, "float32", list(t.shape), arena_of(t)[1]] for name, t in flat.items()]
     llm.collective_rpc("vime_poison_weights", args=("",))
-    update(2, bucket={"handles": {"cpu-0": buffer.describe()}, "tensors": listed})
+    update(2, bucket={"handles": {"cpu-0": buffer.describe()}, "tensors": listed, "last": True})
     out["greedy b by buckets"] = answers() == by_transformers(b)
     out["planned equals bucketed"] = planned_b == digests()
 
     # An update that fails in the middle of a bucket, and one that nobody finishes: then a whole one.
     wrong = [["model.embed_tokens.weight", "float32", [500, 64], 0], ["model.norm.weight", "float32", [3], 0]]
-    update(3, bucket={"handles": {"cpu-0": buffer.describe()}, "tensors": wrong})
+    update(3, bucket={"handles": {"cpu-0": buffer.describe()}, "tensors": wrong, "last": True})
     out["failures"] = [state["failure"] for state in llm.collective_rpc("vime_weight_state", args=("",))]
     answer = llm.collective_rpc("vime_weight_state", args=("now",))
     out["in step"] = all(state["token"] == "now" for state in answer)
     llm.collective_rpc("vime_abort_weight_update", args=("",))
     llm.collective_rpc("start_weight_update")
-    llm.collective_rpc("update_weights", args=({"version": 3, "bucket": {"handles": {"cpu-0": buffer.describe()},
-                                                                        "tensors": listed[:4]}},))  # fmt: skip
+    half = {"handles": {"cpu-0": buffer.describe()}, "tensors": listed[:4], "last": False}
+    llm.collective_rpc("update_weights", args=({"version": 3, "bucket": half},))
     llm.collective_rpc("vime_abort_weight_update", args=("",))
     for name, tensor in weights(a).items():
         named[name].copy_(tensor)

@@ -113,7 +113,7 @@ def test_a_worker_killed_in_the_middle_of_an_update_ends_its_engine_and_a_new_on
     from tests.engine import start_engine
     from vime.types import EngineAddress, Slot
 
-    mortal = start_engine(tmp_path, tensor_parallel, seed=3)
+    mortal = start_engine(tmp_path, tensor_parallel, seed=2 + tensor_parallel)  # not what the other engine has
     try:
         trainer = synced(mortal, 1, weight_update_timeout=60.0)
         expected = tokens(mortal)
@@ -130,7 +130,25 @@ def test_a_worker_killed_in_the_middle_of_an_update_ends_its_engine_and_a_new_on
     assert engine.client.weight_version() == 3
 
 
-def test_a_worker_that_stands_still_is_given_up_at_the_deadline_and_synced_when_it_goes_on(engine: TinyEngine) -> None:
+@pytest.mark.parametrize("tensor_parallel", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_worker_that_stands_still_is_given_up_at_the_deadline_and_synced_when_it_goes_on(
+    engine: TinyEngine, tmp_path: Path, tensor_parallel: int
+) -> None:
+    """Also with several workers, where vLLM's executor must not have stopped reading the answers."""
+    from tests.engine import start_engine
+
+    if tensor_parallel == 1:
+        stands_still(engine)
+        return
+    several = start_engine(tmp_path, tensor_parallel)
+    try:
+        stands_still(several)
+    finally:
+        several.client.close()
+        several.process.terminate(grace=0)
+
+
+def stands_still(engine: TinyEngine) -> None:
     from vime.errors import WeightSyncError
 
     trainer = synced(engine, 10)

@@ -68,7 +68,7 @@ class BucketStream:
         pieces: this rank's, with its parameters' tensors, and only those that it contributes: of replicas one.
         capacity: bytes of one bucket.
         device: name of this rank's device, under which its worker finds the handle.
-        add: over all ranks.
+        total: adds buckets up over all ranks.
         slot: the exchange of this rank's slot; None where the slot is this rank alone, or it has none.
     """
 
@@ -78,12 +78,12 @@ class BucketStream:
         pieces: Sequence[tuple[Piece, torch.Tensor]],
         capacity: int,
         device: str,
-        add: BucketSum,
+        total: BucketSum,
         slot: Exchange | None,
     ) -> None:
         self._buckets = list(buckets(tensors, capacity))
         self.bytes = sum(end for _, end in self._buckets)
-        self._device, self._sum, self._slot = device, add, slot
+        self._device, self._sum, self._slot = device, total, slot
         size = max(end for _, end in self._buckets)
         where = next((param.device for _, param in pieces), torch.device("cpu"))
         self._scratch = torch.zeros(size, dtype=torch.uint8, device=where)
@@ -100,8 +100,8 @@ class BucketStream:
         """Stream everything once. ``send`` (of a slot leader) hands one message, and the buffer that it speaks of, to
         its engines and returns when they have taken it; it must not raise: the others wait in the next collective.
 
-        There is no barrier in the loop. A shared buffer is filled again only after the next bucket has been summed, and
-        a leader takes part in that sum only when its engine has taken this bucket.
+        There is no barrier after a message. A shared buffer is filled again only after the next bucket has been summed,
+        and a leader takes part in that sum only when its engine has taken this bucket.
 
         Returns:
             What the ranks of the slot disagree on, if they do: then nothing more is sent, but the loop goes on, since
@@ -111,14 +111,14 @@ class BucketStream:
             WeightSyncError: a rank did not come.
         """
         disagreement = None
-        for placed, end in self._buckets:
+        for number, (placed, end) in enumerate(self._buckets, start=1):
             self._fill(placed, end)
             self._sum.add(self._scratch[:end].view(torch.int32))
             self._shared.tensor[:end].copy_(self._scratch[:end])
             if self._scratch.is_cuda:
                 torch.cuda.synchronize()  # another process reads it
             try:
-                message = self._message(placed)
+                message = self._message(placed) | {"last": number == len(self._buckets)}
             except _Disagreement as error:
                 disagreement = error
             if send is not None and disagreement is None:

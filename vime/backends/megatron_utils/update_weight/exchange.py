@@ -87,6 +87,10 @@ class Exchange:
             self._broken = f"{where}: {error}"
             raise WeightSyncError(phase, where, f"did not come to the ranks' meeting ({error})") from error
 
+    def give_up(self, cause: str) -> None:
+        """Meet no more: the ranks have lost each other elsewhere, and not all of them know it."""
+        self._broken = cause
+
     def dead(self) -> str:
         """The ranks of this node that have died, in words."""
         return ", ".join(

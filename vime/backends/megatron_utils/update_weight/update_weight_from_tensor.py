@@ -4,7 +4,7 @@ on another node is sent (channels.py); engines that reach nothing are sent every
 Every trainer rank has one and calls its methods together with the others. In an update all ranks meet at exactly two
 points: before the first byte is read, when every rank's weights are final, and after the last engine has confirmed,
 when the memory may be changed again. Between them only slot leaders act. (The bucketed path, which needs all ranks to
-assemble tensors, has its collectives in between; it too has no barrier in its loop.)
+assemble tensors, has its sums in between; no rank waits there for an engine that it does not lead.)
 
 A failure anywhere travels to the next meeting as a value, so that all ranks raise the same WeightSyncError; a rank that
 does not come to a meeting is noticed by its deadline.
@@ -340,9 +340,9 @@ class UpdateWeightFromTensor:
 
     def _end(self, update: EngineUpdate, version: int, by_plan: set[int], by_bucket: set[int]) -> None:
         index = update.address.index
-        update.finish(version)
         if index in by_plan and index in by_bucket:
             update.compare_digests()
+        update.finish(version)
         update.resume()
 
     def _send_buckets(self, updates: list[EngineUpdate], version: int, unsent: list[dict[str, Any]]) -> None:
@@ -356,7 +356,9 @@ class UpdateWeightFromTensor:
                 update.send({"version": version, "bucket": bucket})
             elif update.failure is None:
                 with self._channels.sending(index, payload, unsent) as how:
-                    update.send({"version": version, "bucket": {"tensors": bucket["tensors"], **how}})
+                    update.send(
+                        {"version": version, "bucket": {"tensors": bucket["tensors"], "last": bucket["last"], **how}}
+                    )
                     update.abort()
 
         def send(bucket: dict[str, Any], payload: torch.Tensor) -> None:

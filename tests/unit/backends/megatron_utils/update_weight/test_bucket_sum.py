@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import types
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ class Meetings:
 
     def __init__(self, timeout: float = 0.2) -> None:
         self.ranks, self.timeout, self.events = [0, 1], timeout, []
-        self.died = ""
+        self.died, self.given_up = "", ""
 
     def gather(self, value: Any, phase: str) -> list[Any]:
         self.events.append("gather")
@@ -26,6 +28,9 @@ class Meetings:
 
     def dead(self) -> str:
         return self.died
+
+    def give_up(self, cause: str) -> None:
+        self.given_up = cause
 
     def sum_in_place(self, tensor: torch.Tensor, phase: str) -> None:
         self.events.append("gloo")
@@ -61,13 +66,21 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def form(ranks: list[int], backend: str, **_: Any) -> Group:
         assert (ranks, backend) == ([0, 1], "nccl")
         events.append("form")
+        if state.get("forming") == "fails":
+            raise RuntimeError("a socket was closed")
+        if state.get("forming") == "hangs":
+            state["end"].wait()
         return Group(events)
 
     def all_reduce(tensor: torch.Tensor, group: Any) -> None:
         if "error" in state:
             raise RuntimeError(state["error"])
-        events.append("nccl")
+        events.append("nccl" if tensor.numel() > 1 else "connect")
 
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device=None, **how: zeros(*size, **how))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(dist, "new_group", form)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
@@ -80,7 +93,7 @@ def test_ranks_with_gpus_of_their_own_meet_and_then_add_by_nccl(nccl: dict[str, 
     for _ in range(2):
         adding.add(torch.zeros(4, dtype=torch.int32))
     adding.close()
-    assert nccl["meetings"].events == ["gather", "form", "nccl", "gather", "nccl", "abort", "destroy"]
+    assert nccl["meetings"].events == ["gather", "form", "connect", "nccl", "gather", "nccl", "abort", "destroy"]
 
 
 @pytest.mark.parametrize("devices", [("GPU-a", "GPU-a"), ("GPU-a", None), (None, None), ("GPU-a",)])
@@ -94,18 +107,39 @@ def test_a_sum_that_does_not_end_is_given_up_at_the_deadline(nccl: dict[str, Any
     with pytest.raises(WeightSyncError, match=r"was not added up within 0\.2 s") as caught:
         BucketSum(nccl["meetings"], ranks("GPU-a", "GPU-b")).add(torch.zeros(4, dtype=torch.int32))
     assert caught.value.phase == "update"
-    assert nccl["meetings"].events == ["gather", "form", "nccl", "abort", "destroy"]
+    assert nccl["meetings"].events == ["gather", "form", "connect", "nccl", "abort", "destroy"]
+    assert "was not added up" in nccl["meetings"].given_up  # or the others' next meeting would be with this sum
 
 
 def test_a_rank_that_dies_in_a_sum_is_named_before_the_deadline(nccl: dict[str, Any]) -> None:
     nccl["done"], nccl["meetings"].timeout, nccl["meetings"].died = False, 60.0, "trainer rank 1 (pid 7, dead)"
-    with pytest.raises(WeightSyncError, match="left its ranks adding up") as caught:
+    with pytest.raises(WeightSyncError, match="died while a bucket was added up") as caught:
         BucketSum(nccl["meetings"], ranks("GPU-a", "GPU-b")).add(torch.zeros(4, dtype=torch.int32))
     assert caught.value.where == "trainer rank 1 (pid 7, dead)"
 
 
 def test_nccls_own_error_is_the_updates_error(nccl: dict[str, Any]) -> None:
+    adding = BucketSum(nccl["meetings"], ranks("GPU-a", "GPU-b"))
+    adding.add(torch.zeros(4, dtype=torch.int32))
     nccl["error"] = "remote process exited"
     with pytest.raises(WeightSyncError, match="cannot add up a bucket: remote process exited"):
+        adding.add(torch.zeros(4, dtype=torch.int32))
+    assert nccl["meetings"].events[-3:] == ["gather", "abort", "destroy"]
+    assert "remote process exited" in nccl["meetings"].given_up
+
+
+@pytest.mark.parametrize(
+    ("forming", "died", "words"),
+    [
+        ("fails", "", "a socket was closed"),
+        ("hangs", "", "was not added up within"),
+        ("hangs", "trainer rank 1", "died"),
+    ],
+)
+def test_a_communicator_that_does_not_come_about(nccl: dict[str, Any], forming: str, died: str, words: str) -> None:
+    nccl |= {"forming": forming, "end": threading.Event()}
+    nccl["meetings"].died, nccl["meetings"].timeout = died, 60.0 if died else 0.2
+    with pytest.raises(WeightSyncError, match=words):
         BucketSum(nccl["meetings"], ranks("GPU-a", "GPU-b")).add(torch.zeros(4, dtype=torch.int32))
-    assert nccl["meetings"].events == ["gather", "form", "abort", "destroy"]
+    assert words in nccl["meetings"].given_up
+    nccl["end"].set()
