@@ -5,9 +5,9 @@
     python benchmarks/weight_sync_layouts.py --device cpu --models 0.6B    # the same in miniature, without a GPU
 
 Trainer ranks are stand-ins with parameters of the real names, shapes and cuts and random values; everything after that
-is the real thing: Gloo and NCCL groups, UpdateWeightFromTensor, HTTP, vLLM engines with our plug-in. The first update of every
-case proves itself: planned and bucketed path leave the same bytes in every parameter and buffer. Then two updates with
-a full check, and some with the sampled one, which are measured.
+is the real thing: Gloo and NCCL groups, UpdateWeightFromTensor, HTTP, vLLM engines with our plug-in. The first update
+of every case proves itself: planned and bucketed path leave the same bytes in every parameter and buffer. Then two
+updates with a full check, and some with the sampled one, which are measured.
 
 Every layout meets one TP2 engine and two one-GPU engines. Processes see only their own GPU; then some cases again by
 the bucketed path, through NCCL, with processes that see both GPUs, in reversed order, and with expandable segments.
