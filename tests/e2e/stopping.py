@@ -15,7 +15,14 @@ _rewarded: list[int] = []
 
 def servers(children: list[psutil.Process]) -> list[psutil.Process]:
     """The engines' API servers, which the launcher's supervisors have started, among the processes of a run."""
-    return [child for child in children if {launcher.MODULE, "--supervisor"} <= set(child.cmdline())]
+    return [child for child in children if {launcher.MODULE, "--supervisor"} <= _words(child)]
+
+
+def _words(process: psutil.Process) -> set[str]:
+    try:
+        return set(process.cmdline())
+    except psutil.NoSuchProcess:  # or just about to be gone: a zombie
+        return set()
 
 
 def reward(config: Any, sample: Any) -> float:
