@@ -226,7 +226,11 @@ def _save(config: Config) -> Iterator[str]:
     ):
         if path is None:
             continue
-        parent = next(folder for folder in (Path(path), *Path(path).absolute().parents) if folder.exists())
+        try:
+            parent = next(folder for folder in (Path(path), *Path(path).absolute().parents) if folder.exists())
+        except OSError as error:  # longer than the system takes
+            yield f"{flag} {path}: {error.strerror}"
+            continue
         if not parent.is_dir():
             yield f"{flag} {path}: {parent} is not a directory"
         elif not os.access(parent, os.W_OK):

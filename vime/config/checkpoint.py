@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vime.config.option import option
+from vime.config.option import LONGEST, option
 
 
 @dataclass(kw_only=True)
@@ -43,7 +43,7 @@ class WeightSyncOptions:
         None, "for --update-weight-transport disk: a directory that all nodes see (default: in the run's directory)"
     )
     check_weight_update: str = option("sampled", "checksums at every sync", choices=("full", "sampled", "off"))
-    weight_update_timeout: float = option(300.0, "seconds one phase of a sync may take", above=0)
+    weight_update_timeout: float = option(300.0, "seconds one phase of a sync may take", above=0, maximum=LONGEST)
 
 
 @dataclass(kw_only=True)

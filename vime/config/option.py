@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import MISSING, field
 from typing import Any
 
+LONGEST = 7 * 86400.0  # seconds of a deadline: sockets and timers have their own largest numbers, and say so badly
+
 
 def option(
     default: Any = MISSING,

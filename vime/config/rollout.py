@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vime.config.option import option
+from vime.config.option import LONGEST, option
 
 RM_TYPES = ("deepscaler", "math", "dapo", "f1", "random", "remote_rm")
 
@@ -40,11 +40,15 @@ class RolloutOptions:
     rollout_top_k: int = option(-1, "sample among the k likeliest tokens; -1: all", minimum=-1)
     rollout_stop: list[str] = option(default_factory=list, help="strings that end an answer")
     rollout_stop_token_ids: list[int] = option(default_factory=list, help="token ids that end an answer")
-    rollout_timeout: float = option(3600.0, "seconds one rollout may take before the run gives up", above=0)
-    request_timeout: float = option(1800.0, "seconds one answer may take before it is asked for again", above=0)
+    rollout_timeout: float = option(
+        3600.0, "seconds one rollout may take before the run gives up", above=0, maximum=LONGEST
+    )
+    request_timeout: float = option(
+        1800.0, "seconds one answer may take before it is asked for again", above=0, maximum=LONGEST
+    )
     request_retries: int = option(3, "times one answer is asked for again", minimum=0)
     server_concurrency: int = option(256, "requests at once per engine", minimum=1)
-    engine_start_timeout: float = option(600.0, "seconds an engine may take to start", above=0)
+    engine_start_timeout: float = option(600.0, "seconds an engine may take to start", above=0, maximum=LONGEST)
     engine_restarts: int = option(3, "engines that may be replaced in one run", minimum=0)
     custom_generate_function_path: str | None = option(
         None,
@@ -66,7 +70,7 @@ class RewardOptions:
 
     rm_type: str | None = option(None, "built-in reward", choices=RM_TYPES)
     rm_url: str | None = option(None, "address for --rm-type remote_rm")
-    rm_timeout: float = option(60.0, "seconds one reward may take", above=0)
+    rm_timeout: float = option(60.0, "seconds one reward may take", above=0, maximum=LONGEST)
     custom_rm_path: str | None = option(
         None, "module.function(config, sample) -> number or dict, sync or async", kind="function"
     )

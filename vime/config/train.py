@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vime.config.option import option
+from vime.config.option import LONGEST, option
 
 
 @dataclass(kw_only=True)
@@ -30,7 +30,9 @@ class TrainOptions:
     recompute_method: str | None = option(None, "which layers are recomputed", choices=("uniform", "block"))
     recompute_num_layers: int | None = option(None, "layers per recomputed piece", minimum=1)
     train_memory_margin_bytes: int = option(1 << 30, "GPU memory the trainer leaves free for others", minimum=0)
-    train_timeout: float = option(3600.0, "seconds one training phase may take before the run gives up", above=0)
+    train_timeout: float = option(
+        3600.0, "seconds one training phase may take before the run gives up", above=0, maximum=LONGEST
+    )
     seed: int = option(1234, "seed of everything random", minimum=0)
 
 

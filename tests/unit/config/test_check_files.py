@@ -104,6 +104,11 @@ def test_a_path_that_no_system_takes(problems: Problems, flag: str) -> None:
     assert any("File name too long" in problem for problem in said)
 
 
+def test_a_path_that_no_system_takes_goes_by_its_flag(problems: Problems) -> None:
+    words = ["--update-weight-transport", "disk", "--update-weight-disk-dir", "/tmp/" + "x" * 300]
+    assert f"{words[2]} {words[3]}: File name too long" in problems(words=words)
+
+
 @pytest.mark.parametrize("flag", ["--hf-checkpoint", "--ref-load", "--load"])
 def test_a_file_where_a_directory_belongs(problems: Problems, prompts: str, flag: str) -> None:
     (said,) = problems(f"{flag} {prompts}")

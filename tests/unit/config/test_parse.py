@@ -169,6 +169,15 @@ def test_closest(word: str, meant: str | None) -> None:
     assert closest(word, [flag.text[2:] for flag in flags().values()], cutoff=0.75) == meant
 
 
+def test_every_deadline_has_a_longest_one() -> None:
+    """Sockets and timers overflow otherwise, each at its own number and in its own words."""
+    deadlines = [flag for flag in flags().values() if flag.text.endswith("-timeout")]
+    assert len(deadlines) >= 6
+    for flag in deadlines:
+        for value in ("1e10", "1e308"):
+            assert f"{flag.text} {float(value)}: must be at most 604800.0" in problems(flag.text, value)
+
+
 def test_config_is_plain_data() -> None:
     import dataclasses
     import pickle

@@ -26,11 +26,14 @@ class UpdateWeightFromDisk(UpdateWeightFromTensor):
             return super().update_weights(version, only)
         finally:
             if self.rank == 0:  # past the last meeting: nobody reads it any more
-                shutil.rmtree(self._directory(version), ignore_errors=True)
+                directory = self._directory(version)
+                for made in (directory, directory.with_name(directory.name + ".tmp")):  # an export that failed
+                    shutil.rmtree(made, ignore_errors=True)
 
     def _directory(self, version: int) -> Path:
+        """This connection's alone: other runs may use the same folder, and whatever else lies in it is not ours."""
         assert self.options.update_weight_disk_dir is not None
-        return Path(self.options.update_weight_disk_dir) / f"version-{version}"
+        return Path(self.options.update_weight_disk_dir) / f"vime-{self._connection}-version-{version}"
 
     def _prepare(self, version: int) -> dict[str, Any] | None:
         moved = super()._prepare(version)

@@ -71,11 +71,16 @@ def test_distributed_opens_no_memory(engines: Callable[..., ToyEngine]) -> None:
 
 def test_disk(engines: Callable[..., ToyEngine], tmp_path: Path) -> None:
     both = [engines(0, Slot(0, 2)), engines(1, None, 1)]
+    others = tmp_path / "weights" / "version-1" / "precious.txt"  # of another run, which uses the same folder
+    others.parent.mkdir(parents=True)
+    others.write_text("1")
     found = _sync(TP2, both, update_weight_transport="disk", folder=str(tmp_path))
     for version, result in enumerate(found[0], start=1):
         _assert_synced(result, version, both)
-        assert result["left"] == []
+        assert result["left"] == ["version-1"]
         assert result["channels"] == []  # nothing but the file system
+    assert list((tmp_path / "weights").iterdir()) == [others.parent]
+    assert others.read_text() == "1"
 
 
 def test_after_a_failure_channels_are_formed_anew(engines: Callable[..., ToyEngine]) -> None:
