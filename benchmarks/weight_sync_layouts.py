@@ -105,7 +105,7 @@ class Engines:
                 with suppress(EngineError):  # it is about to find out that a worker was killed
                     EngineClient(self._made[slot].url).sleep(2)
 
-    def addresses(self, kind: str, ranks: int = 2) -> list[EngineAddress]:
+    def addresses(self, kind: str) -> list[EngineAddress]:
         return [
             EngineAddress(number, self._made[slot].url, slot[1] - slot[0], Slot(*slot))
             for number, slot in enumerate(ENGINES[kind])

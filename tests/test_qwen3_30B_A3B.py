@@ -255,6 +255,7 @@ def test_two_rollouts(tmp_path: Path) -> None:
     print(f"{shape['num_hidden_layers']} layers on {GPUS or 'no'} GPUs: {done.rows[-1]}")
 
 
+# Where DeepEP runs there is no refusal to test: USE_DEEPEP=1 then trains with it, in the test above.
 @pytest.mark.skipif(why_no_deepep() is None, reason="DeepEP runs here: USE_DEEPEP=1 tests it")
 def test_deepep_is_refused_where_it_cannot_run(tmp_path: Path) -> None:
     """Whatever USE_DEEPEP says."""

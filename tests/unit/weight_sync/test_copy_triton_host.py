@@ -1,4 +1,4 @@
-"""What TritonCopier does on the host (tables, launches, which tiles a check looks at) where Triton is not installed.
+"""What TritonCopier does on the host: tables, launches, what is captured, which tiles a check looks at.
 
 Both kernels are stood in for by torch's indexing, after the same description of the tables; the kernels themselves are
 tested in test_copy_triton.py, where Triton is.
@@ -7,7 +7,6 @@ tested in test_copy_triton.py, where Triton is.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 import types
 from typing import Any
@@ -18,10 +17,6 @@ import torch
 from vime.weight_sync.copy_cpu import CpuCopier
 from vime.weight_sync.load_plan import LoadFill
 from vime.weight_sync.program import Copy, CopyProgram
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is not None, reason="Triton is here: test_copy_triton.py tests all of it"
-)
 
 DTYPES = {name: getattr(torch, name) for name in ("int8", "int16", "int32", "int64", "float16", "bfloat16", "float32")}
 
@@ -223,7 +218,6 @@ def graphs(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", False)
     monkeypatch.setattr(gpu.copier, "_capture", capture)
     return made
 

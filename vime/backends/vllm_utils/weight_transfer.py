@@ -45,7 +45,8 @@ class VimeWeightTransferEngine(WeightTransferEngine[VllmInitInfo, VllmUpdateInfo
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Abstract in 0.26, gone in 0.32. Our trainer sends through UpdateWeightFromTensor."""
+        """Abstract in 0.26, so it must be here, and gone in 0.32. For a caller other than our trainer, which sends
+        through UpdateWeightFromTensor and never comes here, an error is the only true answer."""
         raise NotImplementedError("vime's trainer sends weights with UpdateWeightFromTensor")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

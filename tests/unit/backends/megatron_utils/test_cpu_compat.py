@@ -11,6 +11,7 @@ import torch
 from tests.distributed import run_ranks
 from vime.backends.megatron_utils import cpu_compat
 
+# The module stands in for CUDA where there is none, and is not used beside it.
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is replaced")
 
 
