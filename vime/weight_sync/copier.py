@@ -27,6 +27,10 @@ class Copier(Protocol):
         """Keep nothing of what :meth:`bind` was given."""
         ...
 
+    def forget_params(self) -> None:
+        """Keep no parameter alive. :meth:`bind` comes before the next run."""
+        ...
+
     def run(self) -> None:
         """Copy everything; on a GPU, enqueue it."""
         ...

@@ -54,6 +54,9 @@ class CpuCopier:
     def unbind(self) -> None:
         self._bound_to, self._sources, self._targets, self._fills = None, [], [], []
 
+    def forget_params(self) -> None:
+        self.unbind()
+
     @torch.no_grad()
     def run(self) -> None:
         """Copy everything. Dtypes may differ; values are converted as ``Tensor.copy_`` does."""

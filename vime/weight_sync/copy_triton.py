@@ -70,7 +70,8 @@ def copy_kernel(runs, tiles, READ: tl.constexpr, WRITE: tl.constexpr, VECTOR: tl
     tl.store(_pointer(tl.load(run + 1), WRITE, VECTOR) + to, values.to(WRITE), mask=inside)
 
 
-@triton.jit
+# Not specialized: another variant for 0, 1 and multiples of 16 would be compiled in the middle of some later update.
+@triton.jit(do_not_specialize=["first", "step"])
 def check_kernel(
     runs,
     tiles,
@@ -153,6 +154,10 @@ class TritonCopier:
     def unbind(self) -> None:
         self._bound_to, self._others, self._fills = None, [], []
         self._ran, self._graph = False, None
+
+    def forget_params(self) -> None:
+        if self._others or self._fills:
+            self.unbind()  # else nothing but addresses is kept, and they often come again
 
     @torch.no_grad()
     def run(self) -> None:

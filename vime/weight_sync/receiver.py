@@ -45,7 +45,7 @@ class StagedLayer(Protocol):
         ...
 
     def abort(self) -> None:
-        """Put the live tensors back as they were."""
+        """Put the live tensors back as they were; nothing, before :meth:`open` and after :meth:`close`."""
         ...
 
 
@@ -63,6 +63,9 @@ class Model(Protocol):
     def settle(self) -> None:
         """After all parameters were written: whatever is derived from several layers' weights."""
         ...
+
+
+STAGE_BYTES = 512 << 20  # of layers that are opened together: much more than copying them, launching a kernel takes
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ class Receiver:
         self._handles: dict[tuple[int, str], Handle] = {}
         self._program, self._sources = CopyProgram([], []), []
         self._direct: Copier = CpuCopier(self._program)
-        self._layers: list[tuple[StagedLayer, Copier]] = []
+        self._stages: list[tuple[list[StagedLayer], Copier]] = []
         self._staging = Staging([], str(place), check, self.device)
         self._checks: list[tuple[Copier, Callable[[], list[int]]]] = []  # of the update that is going on
 
@@ -143,15 +146,14 @@ class Receiver:
         assert self.plan is not None
         self._program = compose(self.plan, shards, self.place.neighbour, self.place.node)
         near = [rank for rank, info in shards.ranks.items() if self.place.maps and info.node == self.place.node]
-        parts, layers = self._program.by_param(), self.model.staged()
-        stages = [
-            CopyProgram.union(parts, params).split(near)
-            for params in (self.model.direct(), *(layer.params for layer in layers))
-        ]
+        parts = self._program.by_param()
+        groups = _together(self.model.staged(), parts)
+        params = (self.model.direct(), *([param for layer in group for param in layer.params] for group in groups))
+        programs = [CopyProgram.union(parts, names).split(near) for names in params]
         # Live tensors stay where they are; a layer's load-format tensors are new at every update.
-        copiers = [make_copier(program, self.device, replay=stage == 0) for stage, (program, _) in enumerate(stages)]
-        self._direct, self._layers = copiers[0], list(zip(layers, copiers[1:], strict=True))
-        remote = [copies for _, copies in stages]
+        copiers = [make_copier(program, self.device, replay=stage == 0) for stage, (program, _) in enumerate(programs)]
+        self._direct, self._stages = copiers[0], list(zip(groups, copiers[1:], strict=True))
+        remote = [copies for _, copies in programs]
         first = self.place.neighbour % (max(shards.ranks) + 1)
         self._staging = Staging(remote, str(self.place), self.check, self.device, self.most_bytes, first)
         # What is opened; the other ranks send. Kept: twenty thousand copies are not looked through at every update.
@@ -195,7 +197,7 @@ class Receiver:
         """Unmap the trainer's memory, so that the trainer can give it back. The plan stays; the next update must be
         told of every rank's arenas again."""
         self._checks.clear()
-        for copier in (self._direct, *(copier for _, copier in self._layers)):
+        for copier in (self._direct, *(copier for _, copier in self._stages)):
             copier.unbind()
         self._staging.unbind()
         self._arenas.clear()
@@ -206,7 +208,7 @@ class Receiver:
         """Unmap the trainer's memory for good."""
         self.release()
         self._staging.close()
-        self._layers.clear()
+        self._stages.clear()
 
     # ------------------------------------------------------------------ update
 
@@ -231,8 +233,8 @@ class Receiver:
         self._checks.clear()
         self._copy(0, self._direct, self.model.direct(), version)
         copied = time.perf_counter()
-        for stage, (layer, copier) in enumerate(self._layers, start=1):
-            self._update_layer(stage, layer, copier, version)
+        for stage, (layers, copier) in enumerate(self._stages, start=1):
+            self._update_layers(stage, layers, copier, version)
         self.model.settle()
         staged = time.perf_counter()
         ran = [copier for copier, _ in self._checks]
@@ -254,13 +256,21 @@ class Receiver:
         self._checks.append((copier, copier.check(self.check, version)))
         self._checks += self._staging.receive(stage, version, params)
 
-    def _update_layer(self, stage: int, layer: StagedLayer, copier: Copier, version: int) -> None:
+    def _update_layers(self, stage: int, layers: Sequence[StagedLayer], copier: Copier, version: int) -> None:
+        waiting = list(layers)
         try:
-            self._copy(stage, copier, layer.open(), version)
+            self._copy(
+                stage, copier, {name: tensor for layer in layers for name, tensor in layer.open().items()}, version
+            )
+            copier.forget_params()
+            self._staging.forget_params(stage)
+            while waiting:  # each layer's load-format tensors are gone before the next is processed
+                waiting[0].close()
+                waiting.pop(0)
         except BaseException:
-            layer.abort()
+            for layer in waiting:
+                layer.abort()
             raise
-        layer.close()
 
     def _verify(self) -> None:
         """Wait for all copies and what comparing them found."""
@@ -288,6 +298,20 @@ class Receiver:
     def state(self) -> dict[str, Any]:
         """The report as JSON."""
         return {**vars(self.report), "bytes_by_rank": {str(k): v for k, v in self.report.bytes_by_rank.items()}}
+
+
+def _together(layers: Sequence[StagedLayer], parts: Mapping[str, CopyProgram]) -> list[list[StagedLayer]]:
+    """Neighbouring layers in groups of at least ``STAGE_BYTES`` (the last one is what is left): one launch copies a
+    group, while the host is already launching its check. One by one, the GPU would wait for the host at either."""
+    groups: list[list[StagedLayer]] = []
+    size = STAGE_BYTES
+    for layer in layers:
+        if size >= STAGE_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(layer)
+        size += sum(copy.src_bytes for copy in CopyProgram.union(parts, layer.params).copies)
+    return groups
 
 
 @contextmanager

@@ -266,6 +266,11 @@ class Staging:
             raise WeightSyncError("checksum", self._place, cause)
         return buffer
 
+    def forget_params(self, stage: int) -> None:
+        """Keep no parameter of a stage alive."""
+        for copier in self._copiers[stage]:
+            copier.forget_params()
+
     def unbind(self) -> None:
         """Keep nothing of the parameters."""
         for copier in (copier for stage in self._copiers for copier in stage):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
 import pytest
@@ -81,6 +82,22 @@ def test_a_flipped_bit_is_found_and_its_copy_named() -> None:
         assert [] in found
         params[name].view(torch.int16).view(-1)[place] ^= 1 << 3
     assert copier.check("full", 0)() == []
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="the interpreter compiles nothing")
+def test_every_version_is_checked_by_what_the_first_one_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, arenas, params = weights()
+    copier = TritonCopier(program)
+    copier.bind(arenas, params)
+    copier.run()
+    assert copier.check("sampled", 5)() == []
+    compiled: list[str] = []
+    triton = importlib.import_module("triton")
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **_: compiled.append("again"))
+    for version in (0, 1, 16, 48):
+        assert copier.check("sampled", version)() == []
+    assert copier.check("full", 0)() == []
+    assert not compiled
 
 
 def test_bound_again_where_an_arena_has_moved() -> None:

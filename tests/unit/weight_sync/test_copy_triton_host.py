@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -67,8 +69,8 @@ class Gpu:
 
 
 class Kernel:
-    def __init__(self, function: Any) -> None:
-        self.name, self.gpu = function.__name__, None
+    def __init__(self, function: Any, do_not_specialize: Sequence[str] = ()) -> None:
+        self.name, self.gpu, self.not_specialized = function.__name__, None, list(do_not_specialize)
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         return lambda *args, num_warps: getattr(self.gpu, self.name)(*grid, *args)
@@ -80,7 +82,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     for name, dtype in DTYPES.items():
         setattr(language, name, types.SimpleNamespace(torch=dtype, primitive_bitwidth=8 * dtype.itemsize))
     triton: Any = types.ModuleType("triton")
-    triton.jit, triton.language = Kernel, language
+    triton.jit = lambda function=None, **how: Kernel(function, **how) if function else partial(Kernel, **how)
+    triton.language = language
     monkeypatch.setitem(sys.modules, "triton", triton)
     monkeypatch.setitem(sys.modules, "triton.language", language)
     monkeypatch.delitem(sys.modules, "vime.weight_sync.copy_triton", raising=False)
@@ -164,6 +167,10 @@ def test_the_sampled_check_has_seen_every_tile_once_after_61_versions(gpu: Gpu) 
     checked = [tuple(tile) for _, tiles in gpu.launches for tile in tiles.tolist()]
     assert sorted(checked) == sorted(copied)
     assert all(len(tiles) > 0 for _, tiles in gpu.launches)  # an empty launch is an error on a GPU
+
+
+def test_no_version_needs_a_variant_of_the_check_of_its_own(gpu: Any) -> None:
+    assert set(gpu.module.check_kernel.not_specialized) == {"first", "step"}
 
 
 def test_bound_again_only_what_moved_is_made_anew(gpu: Gpu) -> None:

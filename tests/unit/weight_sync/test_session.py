@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,9 @@ import psutil
 import pytest
 import torch
 
-from tests.unit.weight_sync.toy import ToyModel, in_arena, loaded, random_tensors, whole_map
+from tests.unit.weight_sync.toy import PackedLayer, ToyModel, in_arena, loaded, random_tensors, whole_map
 from vime.errors import WeightSyncError
-from vime.weight_sync import copy_cpu
+from vime.weight_sync import copy_cpu, receiver
 from vime.weight_sync.arena import ArenaError, Stamp, arena_of, create_arena, node_name
 from vime.weight_sync.session import InitInfo, Session, UpdateInfo
 
@@ -174,6 +175,71 @@ def test_a_failure_in_the_middle_can_be_followed_by_a_whole_update(by_bucket: bo
         trainer.session.finish()
     trainer.update(1, **message)
     trainer.assert_synced(1)
+
+
+@pytest.mark.parametrize("stage_bytes", [1, 1 << 30])
+@pytest.mark.parametrize("step", ["open", "close"])
+def test_layers_opened_together_are_put_back_when_one_fails(
+    monkeypatch: pytest.MonkeyPatch, step: str, stage_bytes: int
+) -> None:
+    monkeypatch.setattr(receiver, "STAGE_BYTES", stage_bytes)
+    trainer = Trainer()
+    trainer.stamp.set(1)
+    first, second = trainer.model.staged()
+    seen: list[str] = []
+
+    def watch(layer: PackedLayer, name: str, fails: bool = False) -> None:
+        method = getattr(layer, name)
+
+        def called() -> Any:
+            seen.append(f"{name} {layer.params[0].split('.')[-2]}")
+            if fails:
+                raise RuntimeError("the layer stumbles")
+            return method()
+
+        monkeypatch.setattr(layer, name, called)
+
+    for layer in (first, second):
+        for name in ("open", "close", "abort"):
+            watch(layer, name, fails=layer is second and name == step)
+    with pytest.raises(RuntimeError, match="the layer stumbles"):
+        trainer.update(1)
+    apart = stage_bytes == 1
+    assert (
+        seen
+        == {
+            ("open", True): ["open qkv_proj", "close qkv_proj", "open experts", "abort experts"],
+            ("open", False): ["open qkv_proj", "open experts", "abort qkv_proj", "abort experts"],
+            ("close", True): ["open qkv_proj", "close qkv_proj", "open experts", "close experts", "abort experts"],
+            ("close", False): ["open qkv_proj", "open experts", "close qkv_proj", "close experts", "abort experts"],
+        }[step, apart]
+    )
+    monkeypatch.undo()
+    trainer.update(1)
+    trainer.assert_synced(1)
+
+
+def test_load_format_tensors_do_not_outlive_their_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer()
+    trainer.stamp.set(1)
+    born: list[weakref.ref[torch.UntypedStorage]] = []
+    alive: list[int] = []  # when each layer is closed, and after the update
+    opens, closes = PackedLayer.open, PackedLayer.close
+
+    def remember(layer: PackedLayer) -> dict[str, torch.Tensor]:
+        tensors = opens(layer)
+        born.extend(weakref.ref(tensor.untyped_storage()) for tensor in tensors.values())
+        return tensors
+
+    def count(layer: PackedLayer) -> None:
+        alive.append(sum(storage() is not None for storage in born))
+        closes(layer)
+
+    monkeypatch.setattr(PackedLayer, "open", remember)
+    monkeypatch.setattr(PackedLayer, "close", count)
+    trainer.update(1)
+    alive.append(sum(storage() is not None for storage in born))
+    assert alive == [2, 1, 0]
 
 
 def test_an_update_left_open_is_forgotten_by_abort() -> None:
