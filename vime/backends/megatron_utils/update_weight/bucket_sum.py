@@ -55,6 +55,7 @@ class BucketSum:
         self._everybody.gather(None, "update")
         try:
             if self._group is None:
+                self._failure = None
                 forming = threading.Thread(target=self._form, args=(tensor.device,), daemon=True)
                 forming.start()
                 self._wait(lambda: not forming.is_alive())
@@ -80,8 +81,8 @@ class BucketSum:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
             torch.cuda.current_stream().synchronize()
             self._group = group
-        except RuntimeError as error:
-            self._failure = str(error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, add() raises it; in this thread nobody would see it
+            self._failure = f"{type(error).__name__}: {error}"
 
     def _wait(self, done: Callable[[], bool]) -> None:
         end = time.monotonic() + self._everybody.timeout

@@ -68,6 +68,7 @@ class BucketStream:
         pieces: this rank's, with its parameters' tensors, and only those that it contributes: of replicas one.
         capacity: bytes of one bucket.
         device: name of this rank's device, under which its worker finds the handle.
+        memory: where this rank's parameters are, whether it contributes any or none.
         total: adds buckets up over all ranks.
         slot: the exchange of this rank's slot; None where the slot is this rank alone, or it has none.
     """
@@ -78,6 +79,7 @@ class BucketStream:
         pieces: Sequence[tuple[Piece, torch.Tensor]],
         capacity: int,
         device: str,
+        memory: torch.device,
         total: BucketSum,
         slot: Exchange | None,
     ) -> None:
@@ -85,10 +87,9 @@ class BucketStream:
         self.bytes = sum(end for _, end in self._buckets)
         self._device, self._sum, self._slot = device, total, slot
         size = max(end for _, end in self._buckets)
-        where = next((param.device for _, param in pieces), torch.device("cpu"))
-        self._scratch = torch.zeros(size, dtype=torch.uint8, device=where)
-        if where.type == "cuda":
-            self._shared, _ = arena_of(torch.zeros(size, dtype=torch.uint8, device=where))
+        self._scratch = torch.zeros(size, dtype=torch.uint8, device=memory)
+        if memory.type == "cuda":
+            self._shared, _ = arena_of(torch.zeros(size, dtype=torch.uint8, device=memory))
         else:
             self._shared = create_arena(size, "weight buckets")
         self._pieces: dict[str, list[tuple[Piece, torch.Tensor]]] = {}

@@ -109,9 +109,9 @@ class UpdateWeightFromTensor:
         self._connection = ""
         self._engines: dict[int, Engine] = {}
         self._stream: BucketStream | None = None
-        device_of_params = next((param.device for param in named_params.values()), torch.device(device))
+        self._memory = next((param.device for param in named_params.values()), torch.device(device))
         timeout = self.options.weight_update_timeout
-        self._channels = Channels(rank, device_of_params, self.options.check_weight_update, timeout)
+        self._channels = Channels(rank, self._memory, self.options.check_weight_update, timeout)
 
     # ------------------------------------------------------------------ connecting
 
@@ -398,6 +398,7 @@ class UpdateWeightFromTensor:
             chosen,
             self.options.update_weight_buffer_size,
             self._device,
+            self._memory,
             BucketSum(self._everybody, list(self._shards.ranks.values())),
             self._slots.get(mine) if mine is not None else None,  # none over a slot of one rank
         )

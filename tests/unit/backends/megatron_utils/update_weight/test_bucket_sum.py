@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from vime.backends.megatron_utils.update_weight.bucket_sum import BucketSum
+from vime.backends.megatron_utils.update_weight.bucketed import BucketStream
 from vime.errors import WeightSyncError
-from vime.weight_sync.shard_map import RankInfo
+from vime.weight_sync.shard_map import RankInfo, TensorInfo
 
 
 class Meetings:
@@ -68,6 +69,8 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         events.append("form")
         if state.get("forming") == "fails":
             raise RuntimeError("a socket was closed")
+        if state.get("forming") == "stumbles":
+            raise ValueError("expected a cuda device")
         if state.get("forming") == "hangs":
             state["end"].wait()
         return Group(events)
@@ -132,6 +135,7 @@ def test_nccls_own_error_is_the_updates_error(nccl: dict[str, Any]) -> None:
     ("forming", "died", "words"),
     [
         ("fails", "", "a socket was closed"),
+        ("stumbles", "", "ValueError: expected a cuda device"),
         ("hangs", "", "was not added up within"),
         ("hangs", "trainer rank 1", "died"),
     ],
@@ -143,3 +147,11 @@ def test_a_communicator_that_does_not_come_about(nccl: dict[str, Any], forming: 
         BucketSum(nccl["meetings"], ranks("GPU-a", "GPU-b")).add(torch.zeros(4, dtype=torch.int32))
     assert words in nccl["meetings"].given_up
     nccl["end"].set()
+
+
+def test_a_rank_that_contributes_nothing_adds_up_where_its_parameters_are() -> None:
+    info = {"w": TensorInfo((4,), "float32")}
+    total = BucketSum(Meetings(), ranks(None))  # pyright: ignore[reportArgumentType]
+    stream = BucketStream(info, [], 1 << 10, "node/cuda/1", torch.device("meta"), total, None)
+    assert stream._scratch.device.type == "meta"  # stands in for a GPU: NCCL adds up nothing that is elsewhere
+    stream.close()
