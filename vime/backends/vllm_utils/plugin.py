@@ -76,6 +76,15 @@ class WorkerExtension:
 
         return _answer(self, token, "connect", open_channel)
 
+    def vime_disconnect(self, token: str) -> dict[str, Any]:
+        """End what is open, unmap the trainer's memory, and forget the trainer."""
+
+        def disconnect() -> None:
+            _abort(self, leave=True)
+            self.weight_transfer_engine.session.close()
+
+        return _answer(self, token, "disconnect", disconnect)
+
     def vime_poison_weights(self, token: str = "") -> dict[str, Any]:
         """Overwrite what the plan writes with NaN."""
         return _answer(self, token, "proof", self.weight_transfer_engine.session.model.poison)

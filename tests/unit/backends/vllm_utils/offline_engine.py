@@ -119,6 +119,9 @@ def main(family: str, tied: bool, tp: int, folder: str) -> dict[str, Any]:
     out["greedy a again"] = answers() == by_transformers(a)
     out["as vLLM loaded it"] = digests() == loaded_a
     out["versions"] = [state["version"] for state in llm.collective_rpc("vime_weight_state", args=("",))]
+    llm.collective_rpc("vime_disconnect", args=("",))
+    out["left"] = [state["connection"] for state in llm.collective_rpc("vime_weight_state", args=("",))]
+    out["greedy a alone"] = answers() == by_transformers(a)
     return out
 
 

@@ -47,7 +47,7 @@ def test_both_paths_leave_what_vllm_itself_would_have_loaded(tmp_path: Path, fam
         assert state["copies"] > 0
     for claim in (
         *("greedy a", "greedy b by plan", "greedy b by buckets", "greedy a again"),
-        *("planned equals bucketed", "as vLLM loaded it", "in step"),
+        *("planned equals bucketed", "as vLLM loaded it", "in step", "greedy a alone"),
     ):
         assert out[claim] is True, claim
     assert out["changed"] > 10
@@ -55,3 +55,4 @@ def test_both_paths_leave_what_vllm_itself_would_have_loaded(tmp_path: Path, fam
         assert failure["phase"] == "update"
         assert "Attempted to load weight" in failure["cause"]
     assert out["versions"] == [4] * tp
+    assert out["left"] == [None] * tp

@@ -99,6 +99,11 @@ class EngineUpdate:
         self._workers("vime_open_channel", info)
         self._workers("vime_weight_state")
 
+    @_step("disconnect")
+    def disconnect(self) -> None:
+        """Have every worker forget this trainer and unmap its memory."""
+        self._workers("vime_disconnect")
+
     @_step("pause")
     def pause(self) -> None:
         """Until nothing runs: answers in flight end, new ones wait."""

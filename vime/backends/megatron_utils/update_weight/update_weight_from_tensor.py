@@ -142,6 +142,32 @@ class UpdateWeightFromTensor:
                 engine.proven, engine.resumes, engine.channel = before.proven, before.resumes, before.channel
         self._open_channels(list(self._engines.values()))
 
+    def disconnect_rollout_engines(self) -> None:
+        """Have the engines forget this trainer: for engines that outlive it, or its parameters. Memory that a worker
+        has mapped is not free before that, whatever the trainer does with it.
+
+        Raises:
+            WeightSyncError: the same on every rank: an engine that did not answer. All others are disconnected.
+        """
+        led = [
+            EngineUpdate(engine.address, self._connection, self.options.weight_update_timeout)
+            for engine in self._engines.values()
+            if leader(engine.address) == self.rank
+        ]
+
+        def disconnect() -> None:
+            for_each(led, EngineUpdate.disconnect)
+            for_each(led, EngineUpdate.close)
+            raise_first([update.failure for update in led])
+
+        for index in self._engines:
+            self._channels.close(index)
+        self._engines = {}
+        self._gather("disconnect", disconnect)
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
     def _describe(self) -> dict[str, Any]:
         info, places = place(self.rank, self._node, self._device, self._params, self._stamp)
         part = describe_rank(info, places, self._shapes, self._pieces, self._params)
@@ -222,6 +248,8 @@ class UpdateWeightFromTensor:
             WeightSyncError: the same on every rank. Engines named in its ``engines`` hold a mixture and refuse to
                 generate until a later update succeeds; if none is named, nothing was written anywhere.
         """
+        if not self._engines:
+            raise WeightSyncError("ready", "the trainer", "is connected to no engine: connect_rollout_engines() first")
         started = time.perf_counter()
         chosen = [self._engines[index] for index in (sorted(self._engines) if only is None else only)]
         by_plan = {engine.address.index for engine in chosen if self._is_planned(engine)}

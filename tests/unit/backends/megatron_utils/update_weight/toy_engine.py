@@ -182,6 +182,10 @@ class _Server:
             return {"failure": session.failure}
         elif method == "vime_open_channel":
             session.attempt("open_channel", ChannelInfo(**args[0]))
+        elif method == "vime_disconnect":
+            session.abort(True)
+            self.active[rank] = False
+            session.close()
         elif method == "vime_abort_weight_update":
             session.abort(*args)
             self.active[rank] = False
