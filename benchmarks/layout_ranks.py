@@ -131,11 +131,18 @@ def sync(
     starts: list[int] = []
     start = EngineUpdate.start
 
+    states: dict[int, list[list[dict[str, Any]]]] = {}  # engine -> after each measured update every worker's
+    finish = EngineUpdate.finish
+
     def counted(self: EngineUpdate) -> None:
         starts.append(self.address.index)
         start(self)
 
-    EngineUpdate.start = counted  # type: ignore[method-assign]
+    def timed(self: EngineUpdate, version: int) -> None:
+        finish(self, version)
+        states.setdefault(self.address.index, []).append(self.states)
+
+    EngineUpdate.start, EngineUpdate.finish = counted, timed  # type: ignore[method-assign]
     stats: dict[str, list[dict[str, float]]] = {}
     crossed: int | None = None
     try:
@@ -152,6 +159,7 @@ def sync(
             if planned:
                 update.update_weights(2)
             starts.clear()
+            states.clear()
             if check == "sampled":
                 _updating.set()
             before = over_nvlink() if rank == 0 else None
@@ -160,8 +168,8 @@ def sync(
             crossed = after - before if before is not None and after is not None else None
         update.disconnect_rollout_engines()  # or the next case finds this one's memory still mapped
     finally:
-        EngineUpdate.start = start  # type: ignore[method-assign]
-    return {"stats": stats, "starts": starts, "crossed": crossed}
+        EngineUpdate.start, EngineUpdate.finish = start, finish  # type: ignore[method-assign]
+    return {"stats": stats, "starts": starts, "states": states, "crossed": crossed}
 
 
 def over_nvlink() -> int | None:

@@ -111,12 +111,6 @@ class Engines:
             for number, slot in enumerate(ENGINES[kind])
         ]
 
-    def states(self, kind: str) -> list[list[dict[str, Any]]]:
-        return [
-            [state for state in EngineClient(self._made[slot].url).collective_rpc("vime_weight_state") if state]  # type: ignore[misc]
-            for slot in ENGINES[kind]
-        ]
-
     def process(self, kind: str, number: int = 0) -> EngineProcess:
         return self._made[ENGINES[kind][number]]
 
@@ -196,7 +190,7 @@ class Bench:
             row["error"] = errors[0]
             log.warning("%s: %s", row, found[0].get("trace", errors[0]))
         else:
-            row |= self._figures(found, addresses, [(ENGINES[kind][n], self.engines.states(kind)[n]) for n in used])
+            row |= self._figures(found, addresses, [ENGINES[kind][n] for n in used])
             if transport != "planned":
                 row["worker"]["copy"] = None  # what is timed there is not the way over the link
             if transport == "bucketed":
@@ -206,15 +200,16 @@ class Bench:
         log.info("%s", row)
 
     def _figures(
-        self, found: list[Any], addresses: list[EngineAddress], states: list[tuple[tuple[int, int], list[dict]]]
+        self, found: list[Any], addresses: list[EngineAddress], slots: list[tuple[int, int]]
     ) -> dict[str, Any]:
         stats = found[0]["stats"]
         measured = stats.get("sampled") or stats["off"]
         rounds = len(measured)
+        states = {index: updates for part in found for index, updates in part["states"].items()}
         workers = [
-            _reads(state, slot[0] + number, self.table.bandwidths)
-            for slot, engine in states
-            for number, state in enumerate(engine)
+            _reads([update[number] for update in states[address.index]], slot[0] + number, self.table.bandwidths)
+            for address, slot in zip(addresses, slots, strict=True)
+            for number in range(address.world_size)
         ]
         return {
             "leaders": [len({rank for rank, part in enumerate(found) if a.index in part["starts"]}) for a in addresses],
@@ -228,13 +223,16 @@ class Bench:
         }
 
 
-def _reads(state: dict[str, Any], gpu: int, bandwidths: dict[str, float | None]) -> dict[str, Any]:
-    """What one worker, on this GPU, reads from where (rank i is on GPU i), what its copy takes and should take."""
-    link = sum(count for rank, count in state["bytes_by_rank"].items() if int(rank) != gpu)
-    local = sum(state["bytes_by_rank"].values()) - link
+def _reads(states: list[dict[str, Any]], gpu: int, bandwidths: dict[str, float | None]) -> dict[str, Any]:
+    """What one worker, on this GPU, reads from where (rank i is on GPU i), what its copy takes (the median of its
+    states after each update) and should take."""
+    link = sum(count for rank, count in states[0]["bytes_by_rank"].items() if int(rank) != gpu)
+    local = sum(states[0]["bytes_by_rank"].values()) - link
+    copies = [state["seconds"]["copy"] for state in states if "copy" in state["seconds"]]
     at_link, at_local = bandwidths["link"] or bandwidths["local"] or 1.0, bandwidths["local"] or 1.0
     return {
-        **{"local": float(local), "link": float(link), "copy": state["seconds"].get("copy")},
+        **{"local": float(local), "link": float(link)},
+        "copy": statistics.median(copies) if copies else None,
         "predicted": local / at_local + link / at_link,
     }
 

@@ -17,6 +17,7 @@ from vime.backends.megatron_utils.update_weight import bucketed, engine_update, 
 from vime.errors import WeightSyncError
 from vime.models.layout import ParallelLayout
 from vime.types import EngineAddress
+from vime.weight_sync import shard_map
 from vime.weight_sync.arena import allocate, arena_of
 
 Undo = Callable[[], None]
@@ -103,8 +104,27 @@ def buffer_filled_too_early(me: Rank) -> Undo:
 
 
 def metadata_is_not_compared(me: Rank) -> Undo:
-    """S9."""
-    return _replace(bucketed, "_differs", lambda mine, theirs: False)
+    """S9: neither the names and shapes at connect, nor what a slot's ranks have in their buckets."""
+    undo = [
+        _replace(shard_map, "metadata_digest", lambda shapes: "as everywhere"),
+        _replace(bucketed, "_differs", lambda mine, theirs: False),
+    ]
+
+    def undo_both() -> None:
+        for step in undo:
+            step()
+
+    return undo_both
+
+
+def engines_without_a_slot_are_left_out(me: Rank) -> Undo:
+    """S10: only colocated engines are served."""
+    update = me.update.update_weights
+
+    def update_colocated(version: int, only: list[int] | None = None) -> dict[str, float]:
+        return update(version, [index for index, engine in me.update._engines.items() if engine.address.slot])
+
+    return _replace(me.update, "update_weights", update_colocated)
 
 
 def nobody_clears_an_open_update(me: Rank) -> Undo:
@@ -151,6 +171,7 @@ MUTANTS: dict[str, Mutant] = {
         barrier_in_the_loop,
         buffer_filled_too_early,
         metadata_is_not_compared,
+        engines_without_a_slot_are_left_out,
         serves_before_its_sync,
         is_only_connected,
         nobody_clears_an_open_update,
@@ -219,6 +240,10 @@ def sync(
     **options: Any,
 ) -> dict[str, Any]:
     """Connect, and sync twice; of the second sync what each rank met and what each engine was asked."""
+    for address in addresses if rank == 0 else ():  # nothing is left of another scenario
+        ask(address, "/collective_rpc", {"method": "vime_poison_weights", "args": []})
+        calls(address)
+    dist.barrier()
     me = Rank(rank, layout, **options)
     undo = MUTANTS[mutant](me) if mutant else None
     events: list[Any] = []

@@ -32,7 +32,7 @@ def _leave_and_return(rank: int, addresses: list[EngineAddress], pids: list[int]
     me.update.connect_rollout_engines(addresses)
     me.train(1)
     me.update.update_weights(1)
-    found = {"connected": _mapped(pids)}
+    found: dict[str, Any] = {"connected": _mapped(pids)}
     me.update._gather("test", lambda: None)  # the other rank has looked as well
     me.update.disconnect_rollout_engines()
     found["left"] = _mapped(pids)

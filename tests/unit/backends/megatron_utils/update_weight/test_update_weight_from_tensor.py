@@ -68,6 +68,7 @@ def four(engines: Callable[..., ToyEngine]) -> dict[str, list[dict[str, Any]]]:
         ("group_for_every_slot", sync, common | {"mutant": "group_for_every_slot"}),
         ("mixed", sync, mixed),
         ("mixed bucketed", sync, mixed | BUCKETED),
+        ("without_a_slot", sync, mixed | {"mutant": "engines_without_a_slot_are_left_out"}),
         *[
             (rule or "replaced", scenarios.replaced_engine, common | {"mutant": rule, "replacement": engine.address})
             for rule in (None, *wrong)
@@ -90,7 +91,10 @@ def two(engines: Callable[..., ToyEngine]) -> dict[str, list[dict[str, Any]]]:
         ("leader_is_tp_rank_0", sync, common | BUCKETED | {"mutant": "leader_is_tp_rank_0"}),
         ("names", differ, common | {"what": "names"}),
         ("dtypes", differ, common | {"what": "dtypes"}),
-        ("dtypes unseen", differ, common | {"what": "dtypes", "mutant": "metadata_is_not_compared"}),
+        *[
+            (f"{what} unseen", differ, common | {"what": what, "mutant": "metadata_is_not_compared"})
+            for what in ("names", "dtypes")
+        ],
     ]
     return by_label(run_ranks(2, run_all, steps, timeout=280, context=processes()))
 
@@ -334,13 +338,16 @@ def test_s9_ranks_that_disagree_are_refused_before_anything_is_written(two: dict
         assert "error" not in rank["connect"], rank["connect"]
         assert "its bucket differs" in rank["update"]["error"]["cause"]
     assert "vime_update_weights" not in two["dtypes"][0]["calls"][0]
-    assert "vime_update_weights" in two["dtypes unseen"][0]["calls"][0]  # without the comparison it would be written
+    for what in ("names", "dtypes"):  # without the comparison it would be written
+        assert "vime_update_weights" in two[f"{what} unseen"][0]["calls"][0]
 
 
 @pytest.mark.parametrize("path", ["mixed", "mixed bucketed"])
 def test_s10_engines_with_and_without_a_slot_get_the_same_bytes(four: dict[str, Any], path: str) -> None:
     judge_synced(four[path], [1, 2, 2])
     judge_one_leader(four[path])
+    red(judge_synced, four["without_a_slot"], [1, 2, 2])
+    judge_synced([four["without_a_slot"][0] | {"digests": four["without_a_slot"][0]["digests"][:2]}], [1, 2])
 
 
 def test_s11_a_replaced_engine_is_connected_and_synced_and_the_others_left_alone(four: dict[str, Any]) -> None:
