@@ -168,7 +168,7 @@ def test_a_real_engine_refuses_half_written_weights_and_serves_after_a_full_sync
     assert engine.client.weight_version() == 1
 
     arena = next(iter(trainer.params.values()))
-    trainer.update._prepare = lambda version: trainer.update._stamp.set(version - 1)  # type: ignore[method-assign]
+    trainer.update._prepare = lambda version: trainer.update._own.stamp.set(version - 1)  # type: ignore[method-assign]
     with pytest.raises(WeightSyncError, match="holds version 1, expected version 2") as caught:
         trainer.update.update_weights(2)
     assert (caught.value.phase, caught.value.engines) == ("version", (0,))

@@ -41,7 +41,7 @@ class UpdateWeightFromDisk(UpdateWeightFromTensor):
             self._directory(version).parent.mkdir(parents=True, exist_ok=True)
         export_hf_weights(
             self._directory(version),
-            self._params,
+            self._own.params,
             self._spec,
             self._layout,
             self.rank,

@@ -27,20 +27,18 @@ from vime.backends.megatron_utils.update_weight.bucketed import BucketStream
 from vime.backends.megatron_utils.update_weight.channels import Channels, Members
 from vime.backends.megatron_utils.update_weight.engine_update import EngineUpdate, for_each
 from vime.backends.megatron_utils.update_weight.exchange import Exchange, error_value, raise_first
+from vime.backends.megatron_utils.update_weight.own_weights import Key, OwnWeights
 from vime.backends.megatron_utils.update_weight.summary import engine_stats, summary
 from vime.config import Config
 from vime.errors import WeightSyncError
 from vime.models.layout import ParallelLayout, checkpoint_tensors, pieces
 from vime.models.spec import ModelSpec
 from vime.types import EngineAddress
-from vime.weight_sync.arena import Stamp, arena_of, node_name
-from vime.weight_sync.program import Source
+from vime.weight_sync.arena import Stamp, node_name
 from vime.weight_sync.remote import MOST_BYTES
-from vime.weight_sync.shard_map import RankInfo, ShardMap, describe_rank, merge, place
+from vime.weight_sync.shard_map import ShardMap, merge
 
 log = logging.getLogger(__name__)
-
-Key = tuple[int, str]  # model chunk, parameter name in it
 
 
 @dataclass
@@ -95,23 +93,18 @@ class UpdateWeightFromTensor:
     ) -> None:
         self.options, self.rank, self.world_size = config.weight_sync, rank, layout.world_size
         self._config, self._spec, self._layout = config, spec, layout
-        self._params = named_params
         self._pieces = pieces(spec, layout, rank)
         self._shapes = checkpoint_tensors(spec)
-        self._stamp = Stamp()
-        self._addresses: list[int] = []  # of all parameters, when they were last placed
-        self._first_in_arena: list[torch.Tensor] = []
         self._node = node_name()
-        self._device = f"{self._node}/{device}/{rank}"
+        self._own = OwnWeights(rank, f"{self._node}/{device}/{rank}", torch.device(device), named_params)
         self._everybody: Exchange | None = None
         self._slots: dict[tuple[int, int], Exchange] = {}
         self._shards: ShardMap | None = None
         self._connection = ""
         self._engines: dict[int, Engine] = {}
         self._stream: BucketStream | None = None
-        self._memory = next((param.device for param in named_params.values()), torch.device(device))
         timeout = self.options.weight_update_timeout
-        self._channels = Channels(rank, self._memory, self.options.check_weight_update, timeout)
+        self._channels = Channels(rank, self._own.memory, self.options.check_weight_update, timeout)
 
     # ------------------------------------------------------------------ connecting
 
@@ -124,7 +117,7 @@ class UpdateWeightFromTensor:
             WeightSyncError: the same on every rank.
         """
         if self._everybody is None:
-            self._everybody = Exchange(range(self.world_size), self.options.weight_update_timeout, self._stamp)
+            self._everybody = Exchange(range(self.world_size), self.options.weight_update_timeout, self._own.stamp)
         parts = self._gather("connect", self._describe)
         shards = merge(parts, self._shapes)
         if self._shards is None or shards.to_json() != self._shards.to_json():
@@ -169,9 +162,7 @@ class UpdateWeightFromTensor:
             self._stream = None
 
     def _describe(self) -> dict[str, Any]:
-        info, places = place(self.rank, self._node, self._device, self._params, self._stamp)
-        part = describe_rank(info, places, self._shapes, self._pieces, self._params)
-        return part | {"connection": uuid.uuid4().hex}
+        return self._own.describe(self._node, self._shapes, self._pieces) | {"connection": uuid.uuid4().hex}
 
     def _create_slot_groups(self, addresses: list[EngineAddress]) -> None:
         """A Gloo group per slot of several ranks, over exactly these. Every rank takes part in creating every group."""
@@ -213,7 +204,7 @@ class UpdateWeightFromTensor:
             "engine": address.index,
             "neighbours": ranks,
             # Buckets: of the slot each worker's own; an engine without a slot takes the leader's.
-            "devices": [self._shards.ranks[rank].device for rank in ranks] or [self._device] * address.world_size,
+            "devices": [self._shards.ranks[rank].device for rank in ranks] or [self._own.device] * address.world_size,
             "check": self.options.check_weight_update,
             "shards": self._shards.nearest(address.slot, node).to_json(),
             "maps": self.maps,
@@ -276,7 +267,7 @@ class UpdateWeightFromTensor:
         updates = list(led.values())
         unsent: list[dict[str, Any]] = []
         try:
-            with self._channels.serving(sorted(by_plan), version, self._arenas(), unsent):
+            with self._channels.serving(sorted(by_plan), version, self._own.arenas(), unsent):
                 for_each(updates, lambda update: self._begin(update, version, by_plan, by_bucket))
                 for_each(updates, EngineUpdate.abort)  # here, or ranks would go on sending to those that failed
             if by_bucket:
@@ -288,7 +279,7 @@ class UpdateWeightFromTensor:
         failures = [update.failure for update in updates if update.failure is not None]
         report = {"failures": failures, "unsent": unsent, "engines": [engine_stats(update) for update in updates]}
         done = self._gather("done", lambda: report)
-        self._stamp.set(Stamp.WRITING)  # from here on the memory may change
+        self._own.stamp.set(Stamp.WRITING)  # from here on the memory may change
         self._drop_stream()
         # An engine's own words first: a rank that could not send often knows only that the worker has gone.
         failures = [failure for kind in ("failures", "unsent") for part in done for failure in part[kind]]
@@ -310,36 +301,13 @@ class UpdateWeightFromTensor:
     def _prepare(self, version: int) -> dict[str, Any] | None:
         """Stamp this rank's weights, which are final, with their version. Returns its arenas if one has moved."""
         assert self._shards is not None
-        if self._on_gpu:
-            torch.cuda.synchronize()
-        info = self._place()
-        self._stamp.set(version)
+        self._own.settle()
+        info = self._own.locate(self._node)
+        self._own.stamp.set(version)
         if info == self._shards.ranks[self.rank]:
             return None
         self._shards.ranks[self.rank] = info
         return vars(info)
-
-    def _place(self) -> RankInfo:
-        """Where this rank's parameters are. Unless one has moved, only the arenas are looked at (memory that was given
-        up may have come back at the same address, as other memory): a MoE model has twenty thousand parameters."""
-        addresses = list(map(torch.Tensor.data_ptr, self._params.values()))
-        if addresses != self._addresses:
-            info, places = place(self.rank, self._node, self._device, self._params, self._stamp)
-            self._addresses, firsts = addresses, {}
-            for key, (arena, _) in places.items():
-                firsts.setdefault(arena, self._params[key])
-            self._first_in_arena = [firsts[number] for number in range(len(firsts))]
-            return info
-        arenas = [arena_of(param)[0].describe() for param in self._first_in_arena]
-        return RankInfo(self.rank, self._node, self._device, self._stamp.arena.describe(), arenas)
-
-    def _arenas(self) -> dict[Source, torch.Tensor]:
-        """This rank's own, to send from."""
-        return {(self.rank, n): arena_of(param)[0].tensor for n, param in enumerate(self._first_in_arena)}
-
-    @property
-    def _on_gpu(self) -> bool:
-        return bool(self._params) and next(iter(self._params.values())).is_cuda
 
     @property
     def _plans(self) -> bool:
@@ -415,7 +383,7 @@ class UpdateWeightFromTensor:
         assert self._everybody is not None
         contributes = self._shards.first_holders(self.rank)
         chosen = [
-            (piece, self._params[piece.chunk, piece.param])
+            (piece, self._own.params[piece.chunk, piece.param])
             for piece, first in zip(self._pieces, contributes, strict=True)
             if first
         ]
@@ -425,8 +393,8 @@ class UpdateWeightFromTensor:
             self._shards.tensors,
             chosen,
             self.options.update_weight_buffer_size,
-            self._device,
-            self._memory,
+            self._own.device,
+            self._own.memory,
             BucketSum(self._everybody, list(self._shards.ranks.values())),
             self._slots.get(mine) if mine is not None else None,  # none over a slot of one rank
         )

@@ -52,8 +52,8 @@ def sync(
     found = []
     for version in range(1, versions + 1):
         if stale and version == 2:
-            kept = {source: arena.clone() for source, arena in me.update._arenas().items()}
-            me.update._arenas = lambda kept=kept: kept
+            kept = {source: arena.clone() for source, arena in me.update._own.arenas().items()}
+            me.update._own.arenas = lambda kept=kept: kept
         me.train(version)
         faults = dict((before or {}).get(version, {}))
         if faults and rank == 0:

@@ -212,7 +212,7 @@ def _wait_less_in_meetings(me: Rank) -> None:
     """From now on; what was waited for until here may have taken long on a busy machine."""
     exchange._GRACE = 1.0
     dist.barrier()
-    everybody = exchange.Exchange(range(me.layout.world_size), 2.0, me.update._stamp)
+    everybody = exchange.Exchange(range(me.layout.world_size), 2.0, me.update._own.stamp)
     assert me.update._shards is not None
     everybody.watch(me.update._shards.ranks, me.update._node)
     me.update._everybody = everybody

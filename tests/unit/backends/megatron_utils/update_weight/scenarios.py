@@ -38,7 +38,7 @@ def copies_are_shared(me: Rank) -> Undo:
     copies = {}
     for key, param in me.params.items():
         copies[key] = allocate(param.nbytes)[: param.nbytes].view(param.dtype).view(param.shape).copy_(param)
-    return _replace(me.update, "_params", copies)
+    return _replace(me.update._own, "params", copies)
 
 
 def leader_is_tp_rank_0(me: Rank) -> Undo:
