@@ -166,7 +166,7 @@ def sync(
             stats[check] = [update.update_weights(version) for version in range(3, 3 + count)]
             after = over_nvlink() if rank == 0 else None
             crossed = after - before if before is not None and after is not None else None
-        update.disconnect_rollout_engines()  # or the next case finds this one's memory still mapped
+        update.disconnect_rollout_engines()  # or this one's memory is still mapped when the next begins
     finally:
         EngineUpdate.start, EngineUpdate.finish = start, finish  # type: ignore[method-assign]
     return {"stats": stats, "starts": starts, "states": states, "crossed": crossed}

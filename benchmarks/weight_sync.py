@@ -226,7 +226,7 @@ def measure_vime(task: Task, url: str, options: argparse.Namespace, table: Table
             runs.append(update.update_weights(version))
             state: Any = EngineClient(url).collective_rpc("vime_weight_state")[0]
             workers.append(state["seconds"])
-        worker = workers[-1]
+        worker = workers[runs.index(middle(runs))]
         log.info("%s %s: %s; worker %s", task.name, check, middle(runs), worker)
         row[f"copy, {check}"] = statistics.median(seconds["copy"] for seconds in workers)
         row[f"compare, {check}"] = statistics.median(seconds["compare"] for seconds in workers)

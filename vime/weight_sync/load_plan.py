@@ -51,6 +51,10 @@ class ParamInfo:
     strides: Ints
     dtype: torch.dtype
 
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
 
 @dataclass
 class LoadPlan:

@@ -9,6 +9,7 @@ succeeds makes it whole again, since every update writes everything.
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ from vime.weight_sync.load_plan import LoadPlan
 from vime.weight_sync.program import CopyProgram, Source, compose
 from vime.weight_sync.remote import MOST_BYTES, Staging
 from vime.weight_sync.shard_map import RankInfo, ShardMap, TensorInfo
+
+log = logging.getLogger(__name__)
 
 
 class StagedLayer(Protocol):
@@ -65,7 +68,7 @@ class Model(Protocol):
         ...
 
 
-STAGE_BYTES = 512 << 20  # of layers that are opened together: much more than copying them, launching a kernel takes
+STAGE_BYTES = 512 << 20  # of layers that are opened together: copying them takes longer than to launch their check
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,7 @@ class Receiver:
         self._program = compose(self.plan, shards, self.place.neighbour, self.place.node)
         near = [rank for rank, info in shards.ranks.items() if self.place.maps and info.node == self.place.node]
         parts = self._program.by_param()
-        groups = _together(self.model.staged(), parts)
+        groups = _together(self.model.staged(), self.plan)
         params = (self.model.direct(), *([param for layer in group for param in layer.params] for group in groups))
         programs = [CopyProgram.union(parts, names).split(near) for names in params]
         # Live tensors stay where they are; a layer's load-format tensors are new at every update.
@@ -259,17 +262,21 @@ class Receiver:
     def _update_layers(self, stage: int, layers: Sequence[StagedLayer], copier: Copier, version: int) -> None:
         waiting = list(layers)
         try:
-            self._copy(
-                stage, copier, {name: tensor for layer in layers for name, tensor in layer.open().items()}, version
-            )
-            copier.forget_params()
-            self._staging.forget_params(stage)
+            try:
+                opened = (layer.open().items() for layer in layers)
+                self._copy(stage, copier, {name: tensor for items in opened for name, tensor in items}, version)
+            finally:
+                copier.forget_params()
+                self._staging.forget_params(stage)
             while waiting:  # each layer's load-format tensors are gone before the next is processed
                 waiting[0].close()
                 waiting.pop(0)
         except BaseException:
             for layer in waiting:
-                layer.abort()
+                try:
+                    layer.abort()
+                except Exception:  # the others must be put back all the same, and the first error says what happened
+                    log.exception("%s: a layer could not be put back", self.place)
             raise
 
     def _verify(self) -> None:
@@ -300,9 +307,10 @@ class Receiver:
         return {**vars(self.report), "bytes_by_rank": {str(k): v for k, v in self.report.bytes_by_rank.items()}}
 
 
-def _together(layers: Sequence[StagedLayer], parts: Mapping[str, CopyProgram]) -> list[list[StagedLayer]]:
-    """Neighbouring layers in groups of at least ``STAGE_BYTES`` (the last one is what is left): one launch copies a
-    group, while the host is already launching its check. One by one, the GPU would wait for the host at either."""
+def _together(layers: Sequence[StagedLayer], plan: LoadPlan) -> list[list[StagedLayer]]:
+    """Neighbouring layers in groups of at least ``STAGE_BYTES`` in load format (the last one is what is left): one
+    launch copies a group, while the host is already launching its check. One by one, the GPU would wait for the host at
+    either. An update needs that much memory, and the largest layer, beside the live tensors."""
     groups: list[list[StagedLayer]] = []
     size = STAGE_BYTES
     for layer in layers:
@@ -310,7 +318,7 @@ def _together(layers: Sequence[StagedLayer], parts: Mapping[str, CopyProgram]) -
             groups.append([])
             size = 0
         groups[-1].append(layer)
-        size += sum(copy.src_bytes for copy in CopyProgram.union(parts, layer.params).copies)
+        size += sum(plan.params[name].num_bytes for name in layer.params)
     return groups
 
 

@@ -169,6 +169,26 @@ def test_the_sampled_check_has_seen_every_tile_once_after_61_versions(gpu: Gpu) 
     assert all(len(tiles) > 0 for _, tiles in gpu.launches)  # an empty launch is an error on a GPU
 
 
+@pytest.mark.parametrize("plain", [False, True])
+def test_no_parameter_is_kept_alive_and_the_check_still_answers(gpu: Any, plain: bool) -> None:
+    program, arenas, params = weights(gpu)
+    if plain:  # nothing but addresses is kept: the same ones need no new table
+        program = CopyProgram(program.copies[:3], [])
+    copier = gpu.copier(program)
+    copier.bind(arenas, params)
+    copier.run()
+    params["b"].view(torch.int16).view(-1)[96 * 200 + 63] ^= 1 << 3
+    answer = copier.check("full", 0)
+    copier.forget_params()
+    assert copier._fills == copier._others == []
+    assert answer() == [1]
+    table = copier._launches[0][1]
+    copier.bind(arenas, params)
+    assert (copier._launches[0][1] is table) == plain
+    copier.run()
+    assert copier.check("full", 0)() == []
+
+
 def test_no_version_needs_a_variant_of_the_check_of_its_own(gpu: Any) -> None:
     assert set(gpu.module.check_kernel.not_specialized) == {"first", "step"}
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.weight_sync.toy import ToyModel, in_arena, loaded, random_tensors, whole_map
+from tests.unit.weight_sync.toy import LoadFormatTensors, ToyModel, in_arena, loaded, random_tensors, whole_map
 from vime.errors import WeightSyncError
 from vime.weight_sync.arena import Stamp, arena_of
 from vime.weight_sync.channel import Channel, Meeting
@@ -143,6 +143,15 @@ def test_updates_through_a_channel_leave_what_the_loader_would(check: str) -> No
         assert pair.model.digests() == loaded(SHAPES, pair.tensors).digests()
         assert pair.session.state()["version"] == version
     assert pair.session.state()["bytes_by_rank"] == {"0": sum(tensor.nbytes for tensor in pair.tensors.values())}
+
+
+def test_load_format_tensors_filled_through_a_channel_do_not_outlive_their_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = Pair()
+    alive = LoadFormatTensors(monkeypatch)
+    pair.update(1)
+    assert [*alive.when_closed, alive()] == [2, 1, 0]
 
 
 def test_another_version_is_refused_and_a_new_channel_begins_anew() -> None:

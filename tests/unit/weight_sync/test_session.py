@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +11,17 @@ import psutil
 import pytest
 import torch
 
-from tests.unit.weight_sync.toy import PackedLayer, ToyModel, in_arena, loaded, random_tensors, whole_map
+from tests.unit.weight_sync.toy import (
+    LoadFormatTensors,
+    PackedLayer,
+    ToyModel,
+    in_arena,
+    loaded,
+    random_tensors,
+    whole_map,
+)
 from vime.errors import WeightSyncError
-from vime.weight_sync import copy_cpu, receiver
+from vime.weight_sync import copy_cpu, receiver, remote
 from vime.weight_sync.arena import ArenaError, Stamp, arena_of, create_arena, node_name
 from vime.weight_sync.session import InitInfo, Session, UpdateInfo
 
@@ -222,24 +229,40 @@ def test_layers_opened_together_are_put_back_when_one_fails(
 def test_load_format_tensors_do_not_outlive_their_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer()
     trainer.stamp.set(1)
-    born: list[weakref.ref[torch.UntypedStorage]] = []
-    alive: list[int] = []  # when each layer is closed, and after the update
-    opens, closes = PackedLayer.open, PackedLayer.close
-
-    def remember(layer: PackedLayer) -> dict[str, torch.Tensor]:
-        tensors = opens(layer)
-        born.extend(weakref.ref(tensor.untyped_storage()) for tensor in tensors.values())
-        return tensors
-
-    def count(layer: PackedLayer) -> None:
-        alive.append(sum(storage() is not None for storage in born))
-        closes(layer)
-
-    monkeypatch.setattr(PackedLayer, "open", remember)
-    monkeypatch.setattr(PackedLayer, "close", count)
+    alive = LoadFormatTensors(monkeypatch)
     trainer.update(1)
-    alive.append(sum(storage() is not None for storage in born))
-    assert alive == [2, 1, 0]
+    assert [*alive.when_closed, alive()] == [2, 1, 0]
+
+
+def test_load_format_tensors_do_not_outlive_a_failed_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer()
+    trainer.stamp.set(1)
+    alive = LoadFormatTensors(monkeypatch)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("nothing was sent")
+
+    monkeypatch.setattr(remote.Staging, "receive", lambda self, stage, *_: fail() if stage else [])
+    with pytest.raises(RuntimeError, match="nothing was sent"):
+        trainer.update(1)
+    assert alive() == 0
+
+
+def test_a_layer_that_cannot_be_put_back_keeps_no_other_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer()
+    trainer.stamp.set(1)
+    first, second = trainer.model.staged()
+    put_back: list[str] = []
+
+    def fail(cause: str) -> Any:
+        raise RuntimeError(cause)
+
+    monkeypatch.setattr(first, "close", lambda: fail("the layer stumbles"))
+    monkeypatch.setattr(first, "abort", lambda: fail("and again"))
+    monkeypatch.setattr(second, "abort", lambda: put_back.append("second"))
+    with pytest.raises(RuntimeError, match="the layer stumbles"):
+        trainer.update(1)
+    assert put_back == ["second"]
 
 
 def test_an_update_left_open_is_forgotten_by_abort() -> None:

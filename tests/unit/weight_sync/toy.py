@@ -4,8 +4,10 @@ experts, padded vocabularies, layers that are packed after loading. And trainers
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +16,9 @@ from vime.weight_sync.boxes import Box, contiguous_strides, whole
 from vime.weight_sync.checksum import digest
 from vime.weight_sync.load_plan import LoadPlan, trace
 from vime.weight_sync.shard_map import ShardMap, TensorInfo, describe_rank, merge, place
+
+if TYPE_CHECKING:
+    import pytest
 
 VOCAB_MULTIPLE = 48
 _FUSED = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2)}
@@ -210,6 +215,31 @@ class PackedLayer:
 
     def abort(self) -> None:
         self._staging = None
+
+
+class LoadFormatTensors:
+    """Called: how many load-format tensors of packed layers are still alive. ``when_closed``: the same, at every
+    layer's close."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.when_closed: list[int] = []
+        self._born: list[weakref.ref[torch.UntypedStorage]] = []
+        opens, closes = PackedLayer.open, PackedLayer.close
+
+        def remember(layer: PackedLayer) -> dict[str, torch.Tensor]:
+            tensors = opens(layer)
+            self._born.extend(weakref.ref(tensor.untyped_storage()) for tensor in tensors.values())
+            return tensors
+
+        def count(layer: PackedLayer) -> None:
+            self.when_closed.append(self())
+            closes(layer)
+
+        monkeypatch.setattr(PackedLayer, "open", remember)
+        monkeypatch.setattr(PackedLayer, "close", count)
+
+    def __call__(self) -> int:
+        return sum(storage() is not None for storage in self._born)
 
 
 def loaded(

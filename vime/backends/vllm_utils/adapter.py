@@ -4,7 +4,7 @@ vLLM can load weights again into a running model ("layerwise reload", model_exec
 live tensors are parked, tensors in *load format* take their place on the meta device, the model's loaders fill them,
 the layer's post-processing runs, and the result is copied into the parked tensors, whose addresses CUDA graphs know.
 :class:`VllmModel` takes those steps apart: tracing needs only the meta tensors, a direct parameter needs nothing, and a
-staged layer goes through all of them, one layer at a time.
+staged layer goes through all of them, some layers at a time.
 
 Accepted releases: 0.32.0 (CPU) and 0.26.0 (GPU). Others are refused until somebody has tried them.
 """

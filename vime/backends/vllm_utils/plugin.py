@@ -80,8 +80,10 @@ class WorkerExtension:
         """End what is open, unmap the trainer's memory, and forget the trainer."""
 
         def disconnect() -> None:
-            _abort(self, leave=True)
-            self.weight_transfer_engine.session.close()
+            try:
+                _abort(self, leave=True)
+            finally:
+                self.weight_transfer_engine.session.close()
 
         return _answer(self, token, "disconnect", disconnect)
 

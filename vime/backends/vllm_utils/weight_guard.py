@@ -28,7 +28,7 @@ MIDDLEWARE = "vime.backends.vllm_utils.weight_guard.WeightGuard"
 _GENERATES = ("/v1/", "/v2/", "/inference/", "/generate", "/invocations", "/pooling", "/score", "/classify", "/rerank")
 _UPDATES = ("/start_weight_update", "/update_weights", "/finish_weight_update", "/collective_rpc")
 _CONTROLS = (*_UPDATES, "/sleep", "/wake_up")
-_START, _ABORT = "vime_start_weight_update", "vime_abort_weight_update"  # methods of plugin.py
+_START, _ENDS = "vime_start_weight_update", ("vime_abort_weight_update", "vime_disconnect")  # methods of plugin.py
 
 
 class WeightGuard:
@@ -93,7 +93,7 @@ class WeightGuard:
             self._settled.clear()
         elif self._open and path == "/finish_weight_update" and status == 200:
             self._close(None)
-        elif self._open and path in _UPDATES and (status != 200 or _calls(path, body) == _ABORT):
+        elif self._open and path in _UPDATES and (status != 200 or _calls(path, body) in _ENDS):
             self._close("its last weight update failed half-way, and none has finished since")
 
     def _close(self, refuses: str | None) -> None:

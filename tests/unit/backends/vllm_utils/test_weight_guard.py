@@ -84,6 +84,7 @@ def test_generation_waits_for_an_open_update_and_goes_on_with_it() -> None:
         ("/start_weight_update", 500, None),
         ("/collective_rpc", 500, {"method": "vime_poison_weights"}),
         ("/collective_rpc", 200, {"method": "vime_abort_weight_update"}),
+        ("/collective_rpc", 200, {"method": "vime_disconnect"}),
     ],
 )
 def test_after_a_failed_update_generation_is_refused_until_one_succeeds(path: str, status: int, body: Any) -> None:

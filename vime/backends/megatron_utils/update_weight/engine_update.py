@@ -101,8 +101,11 @@ class EngineUpdate:
 
     @_step("disconnect")
     def disconnect(self) -> None:
-        """Have every worker forget this trainer and unmap its memory."""
+        """Have every worker forget this trainer and unmap its memory. An engine that a failed update has left paused
+        answers again: with an error, until an update succeeds."""
         self._workers("vime_disconnect")
+        if self.resumes:
+            self._client.resume(timeout=self._left())
 
     @_step("pause")
     def pause(self) -> None:

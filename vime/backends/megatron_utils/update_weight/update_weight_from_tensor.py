@@ -36,7 +36,7 @@ from vime.models.spec import ModelSpec
 from vime.types import EngineAddress
 from vime.weight_sync.arena import Stamp, node_name
 from vime.weight_sync.remote import MOST_BYTES
-from vime.weight_sync.shard_map import ShardMap, merge
+from vime.weight_sync.shard_map import RankInfo, ShardMap, merge
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +124,7 @@ class UpdateWeightFromTensor:
             self._shards, self._connection = shards, parts[0]["connection"]
             self._everybody.watch(shards.ranks, self._node)
         self._create_slot_groups(addresses)
+        self._close_stream()  # its payloads were for the slots of before
         found = self._gather("connect", lambda: self._connect_led(addresses))
         answers = {int(index): answer for part in found for index, answer in part.items()}
         known, self._engines = self._engines, {}
@@ -133,33 +134,39 @@ class UpdateWeightFromTensor:
             self._engines[address.index] = engine
             if answer["knew_us"] and before is not None:
                 engine.proven, engine.resumes, engine.channel = before.proven, before.resumes, before.channel
+                engine.untold = before.untold
         self._open_channels(list(self._engines.values()))
 
     def disconnect_rollout_engines(self) -> None:
         """Have the engines forget this trainer: for engines that outlive it, or its parameters. Memory that a worker
-        has mapped is not free before that, whatever the trainer does with it.
+        has mapped is not free before that, whatever the trainer does with it. Connect them again before an update.
 
         Raises:
-            WeightSyncError: the same on every rank: an engine that did not answer. All others are disconnected.
+            WeightSyncError: the same on every rank: engines that could not be left. They stay connected, the others do
+                not; it may be tried again.
         """
-        led = [
-            EngineUpdate(engine.address, self._connection, self.options.weight_update_timeout)
-            for engine in self._engines.values()
-            if leader(engine.address) == self.rank
-        ]
+        if not self._engines:
+            return
 
-        def disconnect() -> None:
+        def leave() -> list[dict[str, Any]]:
+            led = [
+                EngineUpdate(engine.address, self._connection, self.options.weight_update_timeout, engine.resumes)
+                for engine in self._engines.values()
+                if leader(engine.address) == self.rank
+            ]
             for_each(led, EngineUpdate.disconnect)
             for_each(led, EngineUpdate.close)
-            raise_first([update.failure for update in led])
+            for index in self._engines:
+                self._channels.close(index)
+            return [update.failure for update in led if update.failure is not None]
 
-        for index in self._engines:
-            self._channels.close(index)
-        self._engines = {}
-        self._gather("disconnect", disconnect)
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        failures = [failure for part in self._gather("disconnect", leave) for failure in part]
+        failed = {index for failure in failures for index in failure["engines"]}
+        self._engines = {index: engine for index, engine in self._engines.items() if index in failed}
+        for engine in self._engines.values():
+            engine.channel = False
+        self._close_stream()
+        raise_first(failures)
 
     def _describe(self) -> dict[str, Any]:
         return self._own.describe(self._node, self._shapes, self._pieces) | {"connection": uuid.uuid4().hex}
@@ -252,8 +259,11 @@ class UpdateWeightFromTensor:
             return self._prepare(version)
 
         handles = self._gather("ready", ready)
+        moved = {part["rank"]: part for part in handles if part is not None}
+        assert self._shards is not None
+        self._shards.ranks.update({rank: RankInfo(**part) for rank, part in moved.items()})
         for engine in self._engines.values():  # also those that this update leaves out
-            engine.untold |= {part["rank"]: part for part in handles if part is not None}
+            engine.untold |= moved
         waited = time.perf_counter() - started
         self._open_channels(chosen)
 
@@ -304,10 +314,7 @@ class UpdateWeightFromTensor:
         self._own.settle()
         info = self._own.locate(self._node)
         self._own.stamp.set(version)
-        if info == self._shards.ranks[self.rank]:
-            return None
-        self._shards.ranks[self.rank] = info
-        return vars(info)
+        return vars(info) if info != self._shards.ranks[self.rank] else None
 
     @property
     def _plans(self) -> bool:
@@ -374,7 +381,11 @@ class UpdateWeightFromTensor:
     def _drop_stream(self) -> None:
         """Give up the buffers, two buckets, where they were for the proof. Not before all have met: workers of another
         rank's engine may still be opening this rank's."""
-        if self._stream is not None and self._plans and not any(e.problems for e in self._engines.values()):
+        if self._plans and not any(engine.problems for engine in self._engines.values()):
+            self._close_stream()
+
+    def _close_stream(self) -> None:
+        if self._stream is not None:
             self._stream.close()
             self._stream = None
 

@@ -22,7 +22,7 @@ from vime.types import EngineAddress, Slot
 from vime.weight_sync.arena import allocate, arena_of
 
 
-def _move(me: Rank) -> None:
+def move(me: Rank) -> None:
     """Lay all parameters out anew; the old memory is given up."""
     old = arena_of(next(iter(me.params.values())))[0]
     flat = allocate(old.tensor.nbytes)
@@ -37,10 +37,12 @@ def _scenario(rank: int, addresses: list[EngineAddress], between: str) -> dict[s
     me.update.connect_rollout_engines(addresses)
     me.train(1)
     me.update.update_weights(1)
-    _move(me)
+    move(me)
     me.train(2)
-    if between == "left out":
+    if between.startswith("left out"):
         me.update.update_weights(2, [0])
+        if between.endswith("connected again"):
+            me.update.connect_rollout_engines(addresses)
     else:
         fail_at(addresses[1], "vime_update_weights", "no")
         assert "error" in attempt(me.update.update_weights, 2)
@@ -48,7 +50,7 @@ def _scenario(rank: int, addresses: list[EngineAddress], between: str) -> dict[s
     return {**attempt(me.update.update_weights, 3), "digests": [digests(address) for address in addresses]}
 
 
-@pytest.mark.parametrize("between", ["left out", "failed"])
+@pytest.mark.parametrize("between", ["left out", "left out, connected again", "failed"])
 def test_every_engine_hears_of_it(engines: Callable[..., ToyEngine], between: str) -> None:
     addresses = [engines(index, Slot(0, 1)).address for index in range(2)]
     (found,) = run_ranks(1, _scenario, addresses, between, context=processes())
