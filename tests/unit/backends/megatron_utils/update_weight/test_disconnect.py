@@ -126,6 +126,7 @@ def _connect_to_others(rank: int, addresses: list[EngineAddress]) -> dict[str, A
         me.update.update_weights(version)
         if rank == 1 and version == 1:
             move(me)
+        me.update.update_weights(version)
     me.update._own.memory = torch.device("meta")  # stands in for a GPU: NCCL adds up nothing that is elsewhere
     stream = me.update._make_stream()
     found = {"connections": connections, "bucket": stream._scratch.device.type}
