@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from plan_scale import Case, Result
 
 LOCAL = 2.05e12  # bytes/s, of one GPU's memory to itself: 61.06 GB in 29.5 to 29.8 ms, weight_sync_h200.md
-LINK = 369e9  # bytes/s that one GPU reads over NVLink: 30.5 GB in 82.7 ms on two H200 (NV18), prototype of the kernel
+LINK = 363e9  # bytes/s that one GPU reads over NVLink: 30.5 GB in 84.2 ms, weight_sync_layouts_h200x2.md
 NETWORK = 50e9  # bytes/s per GPU, each way: 400 Gb/s, an ASSUMPTION
-AROUND = 0.052  # s of an update_weights() that are not the copy (pause to resume): 49 to 55 ms, weight_sync_h200.md
+AROUND = 0.050  # s of an update_weights() that are not the copy (pause to resume): 50 to 51 ms, weight_sync_h200.md
 
 
 @dataclass
@@ -94,7 +94,9 @@ def streamed(result: Result) -> float:
 
 
 def in_order(case: Case, reader: int, read: dict[int, int]) -> list[tuple[int, int]]:
-    return sorted((source, n) for source, n in read.items() if way_of(case, reader, source) == "network")
+    """As vime.weight_sync.remote.chunks has it: every worker begins with its neighbour's rank."""
+    found = [(source, n) for source, n in read.items() if way_of(case, reader, source) == "network"]
+    return sorted(found, key=lambda part: (part[0] < reader, part[0]))
 
 
 def gb(count: float) -> str:
@@ -217,15 +219,15 @@ def report(results: list[Result]) -> str:
 
 
 NOTES = (
-    f"- local: {LOCAL / 1e12:.2f} TB/s, measured on one H200 (weight_sync_h200.md: 61.06 GB in 29.8 ms; strided rows "
-    "of 256 B to 8 KiB within 5% of that).",
-    f"- link: {LINK / 1e9:.0f} GB/s into one GPU, measured on two H200 (NV18) on 2026-11-29 with the prototype of the "
-    "copy kernel: 30.5 GB in 82.7 ms (strided rows of 1.5 and 8 KiB: 352 to 373 GB/s; shorter ones not measured). That "
-    "a GPU which several others read from gives as much in all is taken for granted, not measured.",
+    f"- local: {LOCAL / 1e12:.2f} TB/s, measured on one H200 (weight_sync_h200.md: 61.06 GB in 29.5 ms; strided rows "
+    "of 256 B to 8 KiB within 4% of that).",
+    f"- link: {LINK / 1e9:.0f} GB/s into one GPU, measured on two H200 (weight_sync_layouts_h200x2.md: half of "
+    "30B-A3B, strided rows among it, 30.5 GB in 84.2 ms). That a GPU which several others read from gives as much in "
+    "all is taken for granted, not measured.",
     f"- network: {NETWORK / 1e9:.0f} GB/s for each GPU and direction, 400 Gb/s: an assumption, not measured. Every "
-    "worker takes from one source after the other, in the order of their ranks, and a source serves one worker at a "
-    "time; without queueing: bytes of the busiest GPU over the bandwidth. What arrives is counted as local once more, "
-    "since it is copied from a staging arena.",
+    "worker takes from one source after the other, in the order of their ranks from its neighbour's on, and a source "
+    "serves one worker at a time; without queueing: bytes of the busiest GPU over the bandwidth. What arrives is "
+    "counted as local once more, since it is copied from a staging arena.",
     f"- update_weights(): the three one after the other, nothing overlapping, and the {AROUND * 1e3:.0f} ms that "
     "pausing, messages and resuming take (weight_sync_h200.md, one engine of one worker; without the checks).",
 )
