@@ -194,11 +194,11 @@ def measure(case: Case, spec: ModelSpec, checkpoint: str, trainer: Trainer) -> R
             params = dict(model.named_parameters())
             thin = trace(params, sample.tensors, model.load_weights)
             whole = number in (0, size - 1)
+            gc.disable()  # as a receiver does while it plans
             if whole:
                 with clock(result.seconds, "trace"):
                     plan = trace(params, shards.tensors, model.load_weights)
                 result.workers.append(plan_worker(case, usable(plan), shards, number, result))
-        gc.disable()
         for engine, near in enumerate(sampled):  # the load plan is the same in every engine
             rank = engine * size + number
             result.read[rank] = sample.read(compose(thin, near, rank, case.node(rank)))
