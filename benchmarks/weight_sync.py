@@ -451,10 +451,10 @@ class Table:
             "# Weight sync",
             "",
             f"`python benchmarks/{shlex.join(sys.argv)}` on {datetime.date.today()}, {self._device}, torch "
-            f"{torch.__version__}. One trainer process and one engine of one worker on the same device; whole updates "
-            "are timed from pause to resume by the trainer's clock; bold is what a training step pays. Copies and "
-            "checks are timed on the device. Before it is timed, each planned update is proved equal to vLLM's own "
-            "loading.",
+            f"{torch.__version__}. A stand-in trainer process (parameters of the real names and shapes, random values) "
+            "and one engine of one worker on the same device; whole updates are timed from pause to resume by the "
+            "trainer's clock; bold is what a training step pays. Copies and checks are timed on the device. Before it "
+            "is timed, each planned update is proved equal to vLLM's own loading.",
             "",
             "| model | " + " | ".join(COLUMNS) + " |",
             "| --- |" + " --- |" * len(COLUMNS),

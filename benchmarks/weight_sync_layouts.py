@@ -295,7 +295,8 @@ class Table:
             "# Weight sync between layouts on two devices",
             "",
             f"`python {shlex.join(['benchmarks/weight_sync_layouts.py', *sys.argv[1:]])}` on {datetime.date.today()}, "
-            f"{self._device}, torch {torch.__version__}. Every case was first proved equal, planned path and vLLM's "
+            f"{self._device}, torch {torch.__version__}. Trainer ranks are stand-ins (parameters of the real names, "
+            "shapes and cuts, random values). Every case was first proved equal, planned path and vLLM's "
             "own loading, in every byte of every parameter and buffer; then come two updates with the full check, and "
             f"{self._rounds} with the sampled one, which are measured (median).",
             "",
