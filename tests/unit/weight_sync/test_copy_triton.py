@@ -84,6 +84,7 @@ def test_a_flipped_bit_is_found_and_its_copy_named() -> None:
     assert copier.check("full", 0)() == []
 
 
+# What is counted here are compilations. Without a GPU, test_copy_triton_host.py holds the kernel to what prevents them.
 @pytest.mark.skipif(DEVICE != "cuda", reason="the interpreter compiles nothing")
 def test_every_version_is_checked_by_what_the_first_one_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     program, arenas, params = weights()
