@@ -129,10 +129,8 @@ def sync(
     if spec.tied:
         _same_embedding(spec, layout, rank, params)
     starts: list[int] = []
-    start = EngineUpdate.start
-
     states: dict[int, list[list[dict[str, Any]]]] = {}  # engine -> after each measured update every worker's
-    finish = EngineUpdate.finish
+    start, finish = EngineUpdate.start, EngineUpdate.finish
 
     def counted(self: EngineUpdate) -> None:
         starts.append(self.address.index)

@@ -272,12 +272,16 @@ class Receiver:
                 waiting[0].close()
                 waiting.pop(0)
         except BaseException:
-            for layer in waiting:
-                try:
-                    layer.abort()
-                except Exception:  # the others must be put back all the same, and the first error says what happened
-                    log.exception("%s: a layer could not be put back", self.place)
+            self._put_back(waiting)
             raise
+
+    def _put_back(self, layers: Sequence[StagedLayer]) -> None:
+        """After an error, which says what happened: all of them, also if one cannot be."""
+        for layer in layers:
+            try:
+                layer.abort()
+            except Exception:  # foreign code: noted, and the first error is raised
+                log.exception("%s: a layer could not be put back", self.place)
 
     def _verify(self) -> None:
         """Wait for all copies and what comparing them found."""

@@ -55,7 +55,6 @@ class BucketSum:
         self._everybody.gather(None, "update")
         try:
             if self._group is None:
-                self._failure = None
                 forming = threading.Thread(target=self._form, args=(tensor.device,), daemon=True)
                 forming.start()
                 self._wait(lambda: not forming.is_alive())
