@@ -162,23 +162,21 @@ class TritonCopier:
     @torch.no_grad()
     def run(self) -> None:
         """Enqueue all fills and copies."""
-        if self._clock is None and torch.cuda.is_available():
-            before, after, checked = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        if self._clock is None and torch.cuda.is_available():  # external: captured, they are recorded at every replay
+            before, after, checked = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(3))
             self._clock = before, after, checked
         # The first run compiles and loads the kernels, which cannot be captured. Torch's own copies may need memory.
         if self._replays and self._ran and self._graph is None and self._launches and not self._others:
             self._graph = self._capture()
-        if self._clock is not None:
-            self._clock[0].record()
         if self._graph is not None:
             self._graph.replay()
         else:
             self._enqueue()
-        if self._clock is not None:
-            self._clock[1].record()
         self._ran = True
 
     def _enqueue(self) -> None:
+        if self._clock is not None:
+            self._clock[0].record()
         for view, value in self._fills:
             view.fill_(value)
         for batch, runs, tiles in self._launches:
@@ -186,6 +184,8 @@ class TritonCopier:
             copy_kernel[(len(tiles),)](runs, tiles, read, write, vector, TILE, num_warps=_WARPS)
         for _, source, target in self._others:
             target.copy_(source)
+        if self._clock is not None:
+            self._clock[1].record()
 
     def _capture(self) -> torch.cuda.CUDAGraph | None:
         """Record what :meth:`_enqueue` does, without doing it; None where that is not possible."""

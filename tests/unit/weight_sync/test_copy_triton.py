@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 
 import pytest
 import torch
@@ -129,6 +130,23 @@ def test_a_replayed_run_copies_what_is_there_now() -> None:
         assert (params["b"][:, 64:] == 7).all()
         assert torch.equal(params["a"], arenas[0, 0].view(torch.bfloat16)[: 1 << 17])
     assert (copier._graph is not None) == (DEVICE == "cuda")
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the clock is made of CUDA events")
+def test_the_clock_is_read_anew_at_every_replay() -> None:
+    program, arenas, params = weights()
+    copier = TritonCopier(program, replay=True)
+    copier.bind(arenas, params)
+    for _ in range(5):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        copier.run()
+        assert copier.check("full", 0)() == []
+        # Of a run before, the start of the check would be as far from the copies' end as that run is.
+        assert copier.seconds > 0
+        assert copier.check_seconds > 0
+        assert copier.seconds + copier.check_seconds < time.perf_counter() - started
+    assert copier._graph is not None
 
 
 def test_a_replay_ends_where_memory_has_moved() -> None:
