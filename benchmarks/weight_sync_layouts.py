@@ -138,6 +138,8 @@ def run_model(options: argparse.Namespace, model: str, folder: Path, table: Tabl
                     for case in options.cases:
                         if case != "EP2" or spec.num_experts:
                             bench.case(ranks, case, kind)
+                    if kind == "two of one GPU":  # over the link, while nothing else reads the GPU it is read from
+                        bench.case(ranks, "TP1, one GPU", kind, only=1)
                     if options.skip_views:
                         continue
                     bench.case(ranks, "TP2", kind, transport="bucketed")
@@ -175,6 +177,7 @@ class Bench:
     def case(self, ranks: Ranks, layout: str, kind: str, transport: str = "planned", only: int | None = None) -> None:
         """One trainer layout against one kind of engines, or the ``only`` one of them that is used."""
         sizes, used = LAYOUTS[layout], [only] if only is not None else list(range(len(ENGINES[kind])))
+        slots = [ENGINES[kind][number] for number in used]
         addresses = [self.engines.addresses(kind)[number] for number in used]
         if sizes["world_size"] == 1:  # the second GPU has no rank: an engine, or worker, there has no slot
             addresses = [dataclasses.replace(a, slot=a.slot if a.slot and a.slot.end <= 1 else None) for a in addresses]
@@ -184,13 +187,14 @@ class Bench:
         found = ranks.run(sizes["world_size"], sync, *args)
         self.config.weight_sync.update_weight_transport = "planned"
         trainer = layout if transport == "planned" else f"{layout}, {transport}"
+        kind += ", the other GPU's only" if only is not None else ""
         row: dict[str, Any] = {"model": self.model, "trainer": trainer, "engine": kind, "view": ranks.view.name}
         errors = [part["error"] for part in found if "error" in part]
         if errors:
             row["error"] = errors[0]
             log.warning("%s: %s", row, found[0].get("trace", errors[0]))
         else:
-            row |= self._figures(found, addresses, [ENGINES[kind][n] for n in used])
+            row |= self._figures(found, addresses, slots)
             if transport != "planned":
                 row["worker"]["copy"] = None  # what is timed there is not the way over the link
             if transport == "bucketed":
