@@ -132,6 +132,7 @@ def test_a_replayed_run_copies_what_is_there_now() -> None:
     assert (copier._graph is not None) == (DEVICE == "cuda")
 
 
+# Without a GPU, test_copy_triton_host.py holds the order of the clock's events against the copies.
 @pytest.mark.skipif(DEVICE == "cpu", reason="the clock is made of CUDA events")
 def test_the_clock_is_read_anew_at_every_replay() -> None:
     program, arenas, params = weights()

@@ -277,6 +277,36 @@ def test_the_second_run_captures_and_later_ones_replay_until_memory_moves(gpu: A
     assert len(graphs) == 2
 
 
+def test_the_clock_is_part_of_what_is_captured(gpu: Any, graphs: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Around a replay, the events would time the launch of the graph as well, a part of a small model's copy."""
+    names = iter(("before", "after", "checked"))
+
+    def happens(what: str) -> None:
+        gpu.launches.append((what, torch.empty(0)))
+
+    def event(enable_timing: bool, external: bool) -> Any:
+        assert enable_timing
+        assert external  # or it belongs to the capture, and cannot be read
+        return types.SimpleNamespace(record=partial(happens, next(names)), elapsed_time=lambda other: 0.0)
+
+    def replay(graph: Graph) -> None:
+        happens("launch")
+        graph.enqueue()
+        happens("launched")
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(Graph, "replay", replay)
+    program, arenas, params = weights(gpu)
+    copier = gpu.copier(without_others(program), replay=True)
+    copier.bind(arenas, params)
+    for expected in (["before", "copy", "after"], *2 * [["launch", "before", "copy", "after", "launched"]]):
+        gpu.launches.clear()
+        copier.run()
+        assert copier.check("full", 0)() == []
+        order = [what for what, _ in gpu.launches]
+        assert list(dict.fromkeys(order)) == [*expected, "check", "checked"]
+
+
 @pytest.mark.parametrize("kind", ["not asked for", "copies by torch", "nothing to copy"])
 def test_what_is_not_captured(gpu: Any, graphs: list[Graph], kind: str) -> None:
     program, arenas, params = weights(gpu)
