@@ -97,6 +97,10 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, default=None, help="folder of the engines' logs")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    # Each time that torch shares a view of a storage with another process, the storage's deleter gets one deeper: after
+    # vLLM's two updates of 18,867 tensors, freeing the parameters overflows a stack of the usual 8 MiB.
+    # So every engine is measured in a thread of its own.
+    threading.stack_size(1 << 30)
     folder = options.logs or Path(tempfile.mkdtemp(prefix="vime-benchmark-"))
     table = Table(options)
     tasks = make_tasks(options, folder)
@@ -164,9 +168,6 @@ def run_together(tasks: list[Task], options: argparse.Namespace, folder: Path, t
     generates while something is measured."""
     device = options.device
     engines = [EngineProcess(task.command(device), folder / f"{task.name}.log") for task in tasks]
-    # Each time that torch shares a view of a storage with another process, the storage's deleter gets one deeper: after
-    # vLLM's two updates of 18,867 tensors, freeing the parameters overflows a stack of the usual 8 MiB.
-    threading.stack_size(1 << 30)
     ready: list[tuple[Task, EngineProcess]] = []
     try:
         for process in engines:
@@ -185,8 +186,8 @@ def run_together(tasks: list[Task], options: argparse.Namespace, folder: Path, t
                 if device == "cuda":
                     EngineClient(process.url).wake_up()
                 measure = measure_vime if task.backend == "vime" else measure_vllm
-                with ThreadPoolExecutor(1) as deep:
-                    deep.submit(measure, task, process.url, options, table).result()
+                with ThreadPoolExecutor(1) as thread:
+                    thread.submit(measure, task, process.url, options, table).result()
             except Exception as error:  # the other models' figures are still worth having
                 log.exception("%s", task.name)
                 table.note(f"{task.name}: {type(error).__name__}: {str(error)[:400]}")
