@@ -3,6 +3,12 @@
 For weights that cannot be read where they are, because they lie on another node. The group is formed of exactly those
 who send and receive, beside the process groups that Megatron and vLLM have made of their own processes. It lives until
 one member fails or closes it: that ends the others' waiting with an error, and then a new one is formed.
+
+A GPU's stream never waits for a message. Whatever a process enqueued after it, for another worker, would wait as well,
+although the one who is to take that message may be waiting for the other: so the host looks whether it is done. It
+looks at the clock too: NCCL's own deadline ends the process. (Its watchdog does that also when it finds a connection to
+another node broken, before anybody here is asked; torch gives every message of a pair the pair's own stream, but of 32
+in all, so beyond 32 workers per rank two pairs share one.)
 """
 
 # Torch's stubs know the two backends by name only.
@@ -11,11 +17,14 @@ from __future__ import annotations
 
 import datetime
 import socket
+import time
 from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+_LOOK = 5e-5  # seconds between looks at whether a message between GPUs has passed: 64 MiB take a millisecond or more
 
 
 def address_towards(host: str) -> str:
@@ -59,12 +68,12 @@ class Channel:
     """
 
     def __init__(self, host: str, port: int, member: int, members: int, device: torch.device, timeout: float) -> None:
-        self.device = device
+        self.device, self._timeout = device, timeout
         wait = datetime.timedelta(seconds=timeout)
         self._store = dist.TCPStore(host, port, is_master=False, timeout=wait)
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = wait
+            options._timeout = 10 * wait  # ours comes first
             self._open: Any = dist.ProcessGroupNCCL(self._store, member, members, options)
         else:
             options = dist.ProcessGroupGloo._Options()
@@ -80,13 +89,22 @@ class Channel:
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Send a contiguous tensor; returns when its memory may be used again."""
-        self._group.send([tensor], to, 0).wait()
-        if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        self._finish(self._group.send([tensor], to, 0))
 
     def receive(self, tensor: torch.Tensor, origin: int) -> None:
-        """Fill a contiguous tensor with what ``origin`` sends; on a GPU, for work enqueued after this."""
-        self._group.recv([tensor], origin, 0).wait()
+        """Fill a contiguous tensor with what ``origin`` sends; returns when it has come."""
+        self._finish(self._group.recv([tensor], origin, 0))
+
+    def _finish(self, message: dist.Work) -> None:
+        if self.device.type == "cuda":
+            end = time.monotonic() + self._timeout
+            while not message.is_completed():
+                if self._open is None:
+                    raise RuntimeError("the channel was closed")
+                if time.monotonic() > end:
+                    raise RuntimeError(f"a message has not passed within {self._timeout:g} s")
+                time.sleep(_LOOK)
+        message.wait()  # on a GPU for nothing: it has passed
 
     def send_bytes(self, data: bytes, to: int) -> None:
         """Send a message whose length the other side does not know."""

@@ -4,7 +4,8 @@ arena by the same kind of program that it runs on memory it can read.
 A worker knows from its plan what it wants from which rank. It cuts that into *chunks* of bounded size, in the order in
 which it will apply them, and tells each rank its own chunks when their channel opens (:func:`to_request`). From then on
 nothing needs to be said: at every update each rank sends its chunks in order, one stream per worker, and the worker
-takes them in its order. A stream waits for its own worker only, so no two of them can wait for each other.
+takes them in its order. A stream waits for its own worker only, so no two of them can wait for each other (on a GPU
+thanks to channel.py, which keeps the waiting off the device).
 
 Every chunk ends in a trailer: the version of the weights in it, and a checksum of the bytes before.
 """
