@@ -11,6 +11,7 @@ containers) does not matter.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import socket
@@ -195,9 +196,13 @@ def free_memory() -> int:
 
 
 def node_name() -> str:
-    """Names the place within which one process can open another's memory: the machine, and its PID namespace."""
-    try:
-        namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        namespace = ""
-    return f"{socket.gethostname()} {namespace}".strip()
+    """Names the place within which one process can open another's memory: the machine, and its PID namespace.
+
+    Machines are told apart by when their kernel started: hosts that were cloned have one name, and the first PID
+    namespace has the same number everywhere.
+    """
+    parts = [socket.gethostname()]
+    for read in (lambda: os.readlink("/proc/self/ns/pid"), lambda: Path("/proc/sys/kernel/random/boot_id").read_text()):
+        with contextlib.suppress(OSError):
+            parts.append(read().strip())
+    return " ".join(parts)

@@ -110,6 +110,9 @@ class _Recorder(TorchDispatchMode):
             if kwargs.get("dtype") in (None, target.dtype):
                 return target  # moved to a device or made contiguous: the same numbers
             return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            for written in _written(func, args, kwargs):  # a checkpoint tensor that the loader changes is none any more
+                self.sources.pop(written.untyped_storage()._cdata, None)
         param = self.params.get(target.untyped_storage()._cdata) if func._schema.is_mutable else None
         if param is None:
             return func(*args, **kwargs)
@@ -134,6 +137,14 @@ class _Recorder(TorchDispatchMode):
             self.writes.append(_Write(*where, None, None))
         else:
             self.problems[param] = f"changed in place by {func}"
+
+
+def _written(func: Any, args: tuple, kwargs: dict) -> Iterator[torch.Tensor]:
+    """The arguments that an operator writes to."""
+    for number, argument in enumerate(func._schema.arguments):
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
+            yield value
 
 
 def trace(

@@ -189,10 +189,11 @@ class Session:
 
     def abort(self, leave: bool = False) -> None:
         """Leave no trace of an open update but the bytes it has written; with ``leave`` leave the channel too, in which
-        the rest of it may be on its way."""
+        the rest of it may be on its way, and take back a version that was finished: one of the others has failed."""
         if leave:
             self._close_channel()
-        self._loading, self._updated_to, self._version, self._bucket = False, None, None, None
+            self._version = None
+        self._loading, self._updated_to, self._bucket = False, None, None
         self.failure = None
         self.model.abort_load()
 

@@ -7,12 +7,22 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from vime.weight_sync import arena as arena_module
-from vime.weight_sync.arena import ArenaError, Stamp, allocate, arena_of, create_arena, free_memory, open_arena
+from vime.weight_sync.arena import (
+    ArenaError,
+    Stamp,
+    allocate,
+    arena_of,
+    create_arena,
+    free_memory,
+    node_name,
+    open_arena,
+)
 
 READER = """
 import json, sys
@@ -124,3 +134,12 @@ def test_stamp() -> None:
     stamp.set(17)
     assert Stamp.read(page) == 17
     stamp.arena.close()
+
+
+def test_nodes_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two machines that were cloned differ in nothing but when they started."""
+    here = node_name()
+    assert here == node_name()
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda self, *a: "another\n" if self.name == "boot_id" else read(self, *a))
+    assert node_name() != here

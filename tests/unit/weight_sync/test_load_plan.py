@@ -87,6 +87,18 @@ def test_views_conversions_and_moves_are_followed() -> None:
     assert plan.unwritten == {"stacked": 12}
 
 
+@pytest.mark.parametrize("change", [lambda t: t.mul_(2), lambda t: torch.add(t, 1, out=t), lambda t: t[0].zero_()])
+def test_a_checkpoint_tensor_that_the_loader_has_changed_is_computed(change: Callable[[torch.Tensor], Any]) -> None:
+    def load(p: dict[str, torch.Tensor], t: dict[str, torch.Tensor]) -> None:
+        p["before"].copy_(t["a"])
+        change(t["a"])
+        p["after"].copy_(t["a"])
+
+    params = {"before": torch.zeros(4, 6), "after": torch.zeros(4, 6)}
+    plan = plan_of(params, {"a": torch.randn(4, 6)}, load)
+    assert plan.problems == {"after": "its values are computed, not copied"}
+
+
 def test_conversion_to_the_parameters_dtype_is_left_to_the_copy() -> None:
     plan = plan_of(
         {"w": torch.zeros(4, dtype=torch.bfloat16)}, {"a": torch.randn(4)}, lambda p, t: p["w"].copy_(t["a"])

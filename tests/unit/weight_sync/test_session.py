@@ -275,6 +275,21 @@ def test_an_update_left_open_is_forgotten_by_abort() -> None:
     trainer.assert_synced(1)
 
 
+def test_only_whoever_has_failed_loses_its_version() -> None:
+    """A trainer that connects again aborts whatever is open in healthy engines too; with ``leave`` something failed."""
+    trainer = Trainer()
+    trainer.stamp.set(1)
+    trainer.update(1)
+    trainer.session.abort()
+    trainer.assert_synced(1)
+    trainer.session.abort(leave=True)
+    assert trainer.session.state()["version"] is None
+    trainer.update(1)
+    trainer.session.start()
+    trainer.session.abort()
+    assert trainer.session.state()["version"] is None
+
+
 def test_moved_arenas_are_opened_again_and_only_those() -> None:
     trainer = Trainer()
     trainer.stamp.set(1)
