@@ -171,7 +171,7 @@ class EngineClient:
             raise self._error(call, "cannot connect", retryable=True, unreachable=True) from error
         except requests.Timeout as error:
             raise self._error(call, f"no answer within {seconds:g} s", retryable=True) from error
-        except requests.ConnectionError as error:
+        except requests.RequestException as error:  # also one that breaks off between an answer's head and its body
             raise self._error(call, f"connection lost ({error})", retryable=True, unreachable=True) from error
         if reply.status_code != 200:
             raise self._error(call, error_message(reply.text), status=reply.status_code)

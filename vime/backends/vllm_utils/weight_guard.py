@@ -2,7 +2,9 @@
 
 ASGI middleware in front of vLLM's server (``--middleware``). It watches the control calls that pass through it:
 
-* while a weight update is open, generation requests are held, and go on when it has finished;
+* while a weight update is open, generation requests are held, and go on when it has finished: one of vime's trainer
+  when that resets the prefix cache, which it does once every worker has confirmed the version (vLLM answers to
+  ``finish`` with 200 also if a worker has refused it); any other one with vLLM's ``finish``;
 * after an update that failed, and after a sleep of level 2 (which drops the weights), they are answered with 503 and
   the reason, until an update has finished;
 * an update is refused with 409 while the weights are asleep.
@@ -27,7 +29,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 MIDDLEWARE = "vime.backends.vllm_utils.weight_guard.WeightGuard"
 _GENERATES = ("/v1/", "/v2/", "/inference/", "/generate", "/invocations", "/pooling", "/score", "/classify", "/rerank")
 _UPDATES = ("/start_weight_update", "/update_weights", "/finish_weight_update", "/collective_rpc")
-_CONTROLS = (*_UPDATES, "/sleep", "/wake_up")
+_FINISH, _CONFIRM = "/finish_weight_update", "/reset_prefix_cache"
+_CONTROLS = (*_UPDATES, _CONFIRM, "/sleep", "/wake_up")
 _START, _ENDS = "vime_start_weight_update", ("vime_abort_weight_update", "vime_disconnect")  # methods of plugin.py
 
 
@@ -39,6 +42,7 @@ class WeightGuard:
         self._refuses: str | None = None  # why generation is refused
         self._asleep = False
         self._open = False
+        self._ends_with = _FINISH  # the call that ends the open update well
         self._settled: asyncio.Event | None = None  # set when no update is open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,7 +95,8 @@ class WeightGuard:
         elif _starts(path, body) and status == 200:
             self._open, self._settled = True, self._settled or asyncio.Event()
             self._settled.clear()
-        elif self._open and path == "/finish_weight_update" and status == 200:
+            self._ends_with = _CONFIRM if _calls(path, body) == _START else _FINISH
+        elif self._open and path == self._ends_with and status == 200:
             self._close(None)
         elif self._open and path in _UPDATES and (status != 200 or _calls(path, body) in _ENDS):
             self._close("its last weight update failed half-way, and none has finished since")

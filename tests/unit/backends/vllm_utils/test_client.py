@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import socket
+import threading
 
 import pytest
 
@@ -43,6 +44,22 @@ def test_sleep_and_wake_in_two_steps(engine: TinyEngine) -> None:
     engine.client.wake_up(["kv_cache"])
     assert not engine.client.is_sleeping()
     assert not engine.client.is_paused()
+
+
+def test_an_engine_that_dies_in_the_middle_of_an_answer_is_unreachable() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer_in_part() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{")
+
+        threading.Thread(target=answer_in_part, daemon=True).start()
+        client = EngineClient(f"http://127.0.0.1:{listening.getsockname()[1]}", 3, timeout=30)
+        with pytest.raises(EngineError, match=r"engine 3 .*POST /collective_rpc failed: connection lost") as caught:
+            client.collective_rpc("anything")
+        assert caught.value.unreachable
 
 
 def test_collective_rpc(engine: TinyEngine) -> None:

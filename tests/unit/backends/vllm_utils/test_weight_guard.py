@@ -75,6 +75,34 @@ def test_generation_waits_for_an_open_update_and_goes_on_with_it() -> None:
     asyncio.run(run())
 
 
+def rpc(method: str) -> dict[str, Any]:
+    return {"method": f"vime_{method}", "args": ["token"]}
+
+
+def test_an_update_of_the_trainer_ends_when_every_worker_has_confirmed() -> None:
+    """Not with vLLM's finish, to which it answers 200 whatever the workers say."""
+
+    async def run(confirmed: bool) -> None:
+        server = Server()
+        await server.post("/collective_rpc", rpc("start_weight_update"))
+        waiting = asyncio.create_task(generate(server))
+        await server.post("/collective_rpc", rpc("update_weights"))
+        assert (await server.post("/finish_weight_update"))[0] == 200
+        await server.post("/collective_rpc", rpc("weight_state"))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        if confirmed:
+            await server.post("/reset_prefix_cache")
+        else:
+            await server.post("/collective_rpc", rpc("abort_weight_update"))
+        assert await waiting == (200 if confirmed else 503)
+        await server.post("/resume")
+        assert await generate(server) == (200 if confirmed else 503)
+
+    asyncio.run(run(True))
+    asyncio.run(run(False))
+
+
 @pytest.mark.parametrize(
     ("path", "status", "body"),
     [
