@@ -82,22 +82,45 @@ class Serving:
             return measured
 
     def recover(self, index: int) -> EngineAddress:
-        """Called while answers are generated, when engine ``index`` does not answer: replace it if it has died.
+        """Called while answers are generated, when engine ``index`` does not answer: replace it if it has died, and
+        whoever died with it (the trainer can connect all engines, or none).
 
         Returns its address, a new one if it was replaced. The other engines go on serving.
         """
         with self._repairing:
-            cause = self._engines.dead().get(index)
-            if cause is not None:
-                self._engines.replace(index, cause)
-                self._trainer.connect(self._engines.addresses)
-                self._trainer.update_weights(self.version, [index])
+            if index in self._engines.dead():
+                self._catch_up(self._replace_dead())
             return next(address for address in self._engines.addresses if address.index == index)
 
-    def _replace_dead(self, suspects: Sequence[int] = ()) -> bool:
+    def _catch_up(self, new: set[int]) -> None:
+        """Bring the current weights into engines that were replaced, and into those that must be meanwhile."""
+        while True:
+            try:
+                self._trainer.update_weights(self.version, sorted(new))
+                return
+            except WeightSyncError as error:
+                more = self._replace_dead(error.engines)
+                if not more:
+                    raise
+                new |= more
+
+    def _replace_dead(self, suspects: Sequence[int] = ()) -> set[int]:
+        """Replace all that have died, and connect the engines; again, if another dies meanwhile. Returns the new ones.
+
+        Raises:
+            WeightSyncError: they cannot be connected, and all of them live.
+        """
+        new: set[int] = set()
         dead = self._engines.dead(suspects)
-        for index, cause in dead.items():
-            self._engines.replace(index, cause)
-        if dead:
-            self._trainer.connect(self._engines.addresses)
-        return bool(dead)
+        while dead:
+            for index, cause in dead.items():
+                self._engines.replace(index, cause)
+            new |= dead.keys()
+            dead = {}
+            try:
+                self._trainer.connect(self._engines.addresses)
+            except WeightSyncError as error:
+                dead = self._engines.dead(error.engines)
+                if not dead:
+                    raise
+        return new

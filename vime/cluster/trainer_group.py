@@ -150,7 +150,8 @@ class TrainerGroup:
 
     def connect(self, engines: list[EngineAddress]) -> None:
         """Agree with the engines on where every weight lies. Again after an engine was replaced."""
-        seconds = self._config.weight_sync.weight_update_timeout
+        # As in update_weights(); here these are connecting, and opening channels.
+        seconds = 3 * self._config.weight_sync.weight_update_timeout
         self._all("connecting to the engines", seconds + 60, "connect_rollout_engines", engines)
 
     def update_weights(self, version: int, only: list[int] | None = None) -> dict[str, float]:

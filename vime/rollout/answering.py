@@ -153,8 +153,6 @@ class Round:
         client.weight_version = getattr(self._setting.engines, "version", None)
         return client
 
-    async def _recover(self, index: int) -> AsyncEngineClient | None:
-        engines = self._setting.engines
-        before = next(address for address in engines.addresses if address.index == index)
-        after = await in_thread(engines.recover, index)
-        return None if after == before else self._client(after)
+    async def _recover(self, index: int, url: str) -> AsyncEngineClient | None:
+        address = await in_thread(self._setting.engines.recover, index)
+        return None if address.url.rstrip("/") == url else self._client(address)

@@ -25,6 +25,7 @@ class Client(Protocol):
     """What the pool needs of an engine's client (:class:`vime.backends.vllm_utils.generate.AsyncEngineClient`)."""
 
     index: int
+    url: str
 
     async def generate(
         self, token_ids: Sequence[int], sampling: SamplingParams, request_id: str, timeout: float | None = None
@@ -48,9 +49,10 @@ class EnginePool:
 
     Args:
         clients: one per engine.
-        recover: called with an engine's index when it cannot be reached: returns a client of the engine that took its
-            place, or None if it lives; raises when it cannot be replaced, which ends every request. Called once at a
-            time per engine, while the others go on. None: engines are not replaced.
+        recover: called with an engine's index and URL when it cannot be reached: returns a client of the engine that
+            took its place (which may have happened long before), or None if it lives there; raises when it cannot be
+            replaced, which ends every request. Called once at a time per engine, while the others go on. None: engines
+            are not replaced.
         concurrency: requests at once per engine; more wait here, not in the engine.
         timeout: seconds one request may take at an engine.
         retries: times a request is repeated. A repeat because an engine was replaced does not count.
@@ -59,7 +61,7 @@ class EnginePool:
     def __init__(
         self,
         clients: Sequence[Client],
-        recover: Callable[[int], Awaitable[Client | None]] | None = None,
+        recover: Callable[[int, str], Awaitable[Client | None]] | None = None,
         *,
         concurrency: int = 256,
         timeout: float = 1800.0,
@@ -160,7 +162,7 @@ class EnginePool:
     async def _replace(self, engine: _Engine) -> None:
         assert self._recover is not None
         try:
-            client = await self._recover(engine.client.index)
+            client = await self._recover(engine.client.index, engine.client.url)
         except Exception as error:  # noqa: BLE001 - handed to everyone who waits for an answer
             self._fatal = error
         else:

@@ -99,6 +99,38 @@ def test_s11_an_engine_that_died_while_answering_comes_back_with_the_weights(eng
     judge_recovered(engines)
 
 
+def test_engines_that_die_together_come_back_together(engines: Engines) -> None:
+    """The trainer connects all engines or none: to replace one of them alone is to fail."""
+    served, trainer = serving(engines)
+    trainer.rank.train(5)
+    served.start(5)
+    kill(engines, 0)
+    kill(engines, 1)
+    assert served.recover(1) == engines.addresses[1]
+    assert served.recover(0) == engines.addresses[0]  # it is asked for as well, and has been seen to
+    assert sorted(engines.replaced) == [0, 1]
+    assert [digests(address) for address in engines.addresses] == [expected_digests(5, 1)] * 2
+
+
+@pytest.mark.parametrize("call", ["/init_weight_transfer_engine", "vime_update_weights"])
+def test_an_engine_that_dies_while_another_is_replaced_is_replaced_as_well(engines: Engines, call: str) -> None:
+    served, trainer = serving(engines)
+    trainer.rank.train(5)
+    served.start(5)
+    kill(engines, 1)
+    replace = engines.replace
+
+    def replace_by_one_that_dies(index: int, cause: str) -> None:
+        replace(index, cause)
+        if len(engines.replaced) == 1:
+            fail_at(engines.addresses[index], call, "die")
+
+    engines.replace = replace_by_one_that_dies
+    assert served.recover(1) == engines.addresses[1]
+    assert engines.replaced == [1, 1]
+    assert digests(engines.addresses[1]) == expected_digests(5, 1)
+
+
 @pytest.mark.parametrize("forgotten", ["connect", "update_weights"])
 def test_s11_wrong_rules_are_seen(engines: Engines, monkeypatch: pytest.MonkeyPatch, forgotten: str) -> None:
     """A replaced engine that is not connected, or not synced, before its address is given away."""

@@ -195,6 +195,28 @@ def test_a_dead_engine_is_replaced_while_the_others_serve(make, serve):
     assert engines.recovered == [0]
 
 
+def test_an_engine_that_was_replaced_before_it_was_missed_is_found(make, serve):
+    """It died with another one, and seeing to that has brought both back, before anybody asked for this one."""
+    plain = make(serve(2)).generate(0)
+    engines = serve(2)
+
+    class Replaced(Served):
+        asked = 0
+
+        @property
+        def addresses(self) -> list[EngineAddress]:
+            self.asked += 1
+            return [engine.address for engine in (old if self.asked == 1 else self.engines)]
+
+    old = engines.engines
+    for engine in old:
+        engine.stop()
+    engines.__class__ = Replaced
+    engines.engines = [FaultyEngine(engine.speak, index) for index, engine in enumerate(old)]
+    assert make(engines).generate(0) == plain
+    assert engines.recovered == []
+
+
 def wait_until(true, seconds: float = 30) -> None:
     done = threading.Event()
     for _ in range(int(seconds / 0.01)):
