@@ -56,10 +56,6 @@ def _differs(mine: list[Any], theirs: list[Any]) -> bool:
     return mine != theirs
 
 
-class _Disagreement(WeightSyncError):
-    """Ranks of one slot would send different tensors."""
-
-
 class BucketStream:
     """Streams all checkpoint tensors; every rank calls :meth:`run`.
 
@@ -87,44 +83,68 @@ class BucketStream:
         self.bytes = sum(end for _, end in self._buckets)
         self._device, self._sum, self._slot = device, total, slot
         size = max(end for _, end in self._buckets)
-        self._scratch = torch.zeros(size, dtype=torch.uint8, device=memory)
+        self._scratch = torch.zeros(size + 4, dtype=torch.uint8, device=memory)  # a bucket, and a count of failures
         if memory.type == "cuda":
             self._shared, _ = arena_of(torch.zeros(size, dtype=torch.uint8, device=memory))
         else:
             self._shared = create_arena(size, "weight buckets")
+        self._handle = self._shared.describe()
         self._pieces: dict[str, list[tuple[Piece, torch.Tensor]]] = {}
         for piece, param in pieces:
             self._pieces.setdefault(piece.tensor, []).append((piece, param))
 
     @torch.no_grad()
-    def run(self, send: Callable[[dict[str, Any], torch.Tensor], None] | None) -> WeightSyncError | None:
+    def run(self, send: Callable[[dict[str, Any], torch.Tensor], None] | None) -> Exception | None:
         """Stream everything once. ``send`` (of a slot leader) hands one message, and the buffer that it speaks of, to
-        its engines and returns when they have taken it; it must not raise: the others wait in the next collective.
+        its engines and returns when they have taken it.
 
         There is no barrier after a message. A shared buffer is filled again only after the next bucket has been summed,
         and a leader takes part in that sum only when its engine has taken this bucket.
 
+        A rank that cannot go on still comes to every sum: the others are in it. With each bucket the ranks add up how
+        many of them have failed, so that nobody loads what one of them did not bring.
+
         Returns:
-            What the ranks of the slot disagree on, if they do: then nothing more is sent, but the loop goes on, since
-            ranks of other slots are in it.
+            What went wrong, if anything: on this rank, on another one, or between those of the slot. From then on this
+            rank has sent nothing.
 
         Raises:
-            WeightSyncError: a rank did not come.
+            WeightSyncError: a rank did not come, to a sum or to its slot's meeting.
         """
-        disagreement = None
+        failure: Exception | None = None
+
+        def attempt(step: Callable[[], None]) -> None:
+            nonlocal failure
+            if failure is None:
+                try:
+                    step()
+                except Exception as error:  # noqa: BLE001 - whatever it is, this rank must come to the next sum
+                    failure = error
+
         for number, (placed, end) in enumerate(self._buckets, start=1):
-            self._fill(placed, end)
-            self._sum.add(self._scratch[:end].view(torch.int32))
-            self._shared.tensor[:end].copy_(self._scratch[:end])
-            if self._scratch.is_cuda:
-                torch.cuda.synchronize()  # another process reads it
-            try:
-                message = self._message(placed) | {"last": number == len(self._buckets)}
-            except _Disagreement as error:
-                disagreement = error
-            if send is not None and disagreement is None:
-                send(message, self._shared.tensor[:end])
-        return disagreement
+            attempt(lambda placed=placed, end=end: self._fill(placed, end))
+            self._sum.add(self._with_failures(end, failure is not None))
+            attempt(lambda end=end: self._share(end))
+            message, problem = self._agree(placed, failure is not None)
+            failure = failure or problem
+            if send is not None:
+                whole = message | {"last": number == len(self._buckets)}
+                attempt(lambda whole=whole, end=end: send(whole, self._shared.tensor[:end]))
+        return failure
+
+    def _with_failures(self, end: int, failed: bool) -> torch.Tensor:
+        """The bucket as int32, and behind it whether this rank has failed."""
+        counted = self._scratch[: end + 4].view(torch.int32)
+        counted[-1] = int(failed)
+        return counted
+
+    def _share(self, end: int) -> None:
+        """Put the sum where this rank's worker finds it."""
+        self._shared.tensor[:end].copy_(self._scratch[:end])
+        if failed := int(self._scratch[end : end + 4].view(torch.int32)):
+            raise WeightSyncError("update", "the trainer", f"{failed} of its ranks could not fill a bucket")
+        if self._scratch.is_cuda:
+            torch.cuda.synchronize()  # another process reads it
 
     def _fill(self, placed: list[Placed], end: int) -> None:
         self._scratch[:end].zero_()
@@ -134,16 +154,21 @@ class BucketStream:
             for piece, param in self._pieces.get(name, ()):
                 whole[piece.slices].copy_(piece.view(param))
 
-    def _message(self, placed: list[Placed]) -> dict[str, Any]:
-        """The merged payload: a handle for every device of the slot, one list of tensors that all of them hold."""
+    def _agree(self, placed: list[Placed], failed: bool) -> tuple[dict[str, Any], WeightSyncError | None]:
+        """The merged payload, a handle for every device of the slot and one list of tensors that all of them hold; or
+        what the slot's ranks do not agree on."""
         tensors = [[name, info.dtype, list(info.shape), offset] for name, info, offset in placed]
-        mine = {"device": self._device, "handle": self._shared.describe(), "tensors": tensors}
+        mine = {"device": self._device, "handle": self._handle, "tensors": tensors, "failed": failed}
         parts = self._slot.gather(mine, "update") if self._slot is not None else [mine]
+        problem = None
         for part in parts:
-            if _differs(tensors, part["tensors"]):
+            where = f"the rank on {part['device']}"
+            if part["failed"]:
+                problem = problem or WeightSyncError("update", where, "has failed")
+            elif _differs(tensors, part["tensors"]):
                 wrong = next((a for a, b in zip(part["tensors"], tensors, strict=False) if a != b), "their number")
-                raise _Disagreement("update", f"the rank on {part['device']}", f"its bucket differs: {wrong}")
-        return {"handles": {part["device"]: part["handle"] for part in parts}, "tensors": tensors}
+                problem = problem or WeightSyncError("update", where, f"its bucket differs: {wrong}")
+        return {"handles": {part["device"]: part["handle"] for part in parts}, "tensors": tensors}, problem
 
     def close(self) -> None:
         self._sum.close()

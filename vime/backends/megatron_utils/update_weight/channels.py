@@ -98,11 +98,13 @@ class Channels:
 
         with ThreadPoolExecutor(max(len(led), 1)) as threads:
             calls = [threads.submit(call_workers, update) for update in led]
-            for engine, (members, of_workers) in sorted(wanted.items()):  # the same order on every rank
-                if self._rank in members.ranks:
-                    self._open(engine, *places[engine], members, of_workers)
-            for call in calls:
-                call.result()
+            try:
+                for engine, (members, of_workers) in sorted(wanted.items()):  # the same order on every rank
+                    if self._rank in members.ranks:
+                        self._open(engine, *places[engine], members, of_workers)
+            finally:  # a worker's own words say more than that it did not come
+                for call in calls:
+                    call.result()
 
     def _open(self, engine: int, host: str, port: int, members: Members, wanted: Sequence[Sequence[int]]) -> None:
         """Meet the others, and hear from each worker that wants something what it wants."""

@@ -24,6 +24,13 @@ def engine_stats(update: EngineUpdate) -> dict[str, Any]:
     return moved | {"copy": max(copying, default=0.0), "seconds": update.seconds}
 
 
+def unused_by_all(states: list[dict[str, Any]]) -> list[str]:
+    """Checkpoint tensors from which no worker of an engine takes anything: with pipeline or expert parallelism each
+    worker leaves out what the others hold."""
+    others = [set(state["unused"]) for state in states[1:]]
+    return [name for name in states[0]["unused"] if all(name in unused for unused in others)]
+
+
 def summary(engines: list[dict[str, Any]], waited: float, seconds: float) -> dict[str, float]:
     """Figures of one update over all engines.
 

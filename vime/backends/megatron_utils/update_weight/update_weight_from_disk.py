@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 from vime.backends.megatron_utils.hf_export import export_hf_weights
+from vime.backends.megatron_utils.update_weight.connected import Engine
 from vime.backends.megatron_utils.update_weight.engine_update import EngineUpdate
 from vime.backends.megatron_utils.update_weight.update_weight_from_tensor import UpdateWeightFromTensor
 
@@ -35,19 +35,18 @@ class UpdateWeightFromDisk(UpdateWeightFromTensor):
         assert self.options.update_weight_disk_dir is not None
         return Path(self.options.update_weight_disk_dir) / f"vime-{self._connection}-version-{version}"
 
-    def _prepare(self, version: int) -> dict[str, Any] | None:
-        moved = super()._prepare(version)
-        if self.rank == 0:
-            self._directory(version).parent.mkdir(parents=True, exist_ok=True)
-        export_hf_weights(
-            self._directory(version),
-            self._own.params,
-            self._spec,
-            self._layout,
-            self.rank,
-            source_hf_dir=self._config.checkpoint.hf_checkpoint,
-        )
-        return moved
+    def _make_reachable(self, engines: list[Engine], version: int) -> None:
+        def export() -> None:
+            export_hf_weights(
+                self._directory(version),
+                self._own.params,
+                self._spec,
+                self._layout,
+                self.rank,
+                source_hf_dir=self._config.checkpoint.hf_checkpoint,
+            )
+
+        self._gather("ready", export)  # all ranks come to it, since all were ready, and agree on what fails in it
 
     def _begin(self, update: EngineUpdate, version: int, by_plan: set[int], by_bucket: set[int]) -> None:
         update.pause()

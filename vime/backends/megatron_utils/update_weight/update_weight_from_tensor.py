@@ -17,18 +17,19 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from vime.backends.megatron_utils.update_weight.bucket_path import send_buckets
 from vime.backends.megatron_utils.update_weight.bucket_sum import BucketSum
 from vime.backends.megatron_utils.update_weight.bucketed import BucketStream
-from vime.backends.megatron_utils.update_weight.channels import Channels, Members
+from vime.backends.megatron_utils.update_weight.channels import Channels
+from vime.backends.megatron_utils.update_weight.connected import Engine, leader
 from vime.backends.megatron_utils.update_weight.engine_update import EngineUpdate, for_each
 from vime.backends.megatron_utils.update_weight.exchange import Exchange, error_value, raise_first
 from vime.backends.megatron_utils.update_weight.own_weights import Key, OwnWeights
-from vime.backends.megatron_utils.update_weight.summary import engine_stats, summary
+from vime.backends.megatron_utils.update_weight.summary import engine_stats, summary, unused_by_all
 from vime.config import Config
 from vime.errors import WeightSyncError
 from vime.models.layout import ParallelLayout, checkpoint_tensors, pieces
@@ -39,30 +40,6 @@ from vime.weight_sync.remote import MOST_BYTES
 from vime.weight_sync.shard_map import RankInfo, ShardMap, merge
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Engine:
-    """What every rank knows of a connected engine."""
-
-    address: EngineAddress
-    problems: dict[str, str]  # parameters that cannot be planned: then the bucketed path serves the engine
-    wanted: list[list[int]]  # of each worker the ranks that must send to it
-    apart: bool  # it cannot open the leader's memory, so buckets are sent to it as well
-    proven: bool = False  # its planned and its bucketed update have left the same bytes
-    resumes: bool | None = None  # after a failed update: whether it generated before
-    channel: bool = False  # open
-    untold: dict[int, dict[str, Any]] = field(default_factory=dict)  # rank -> its new arenas, until it knows of them
-
-    @property
-    def members(self) -> Members:
-        ranks = {rank for worker in self.wanted for rank in worker} | ({leader(self.address)} if self.apart else set())
-        return Members(sorted(ranks), self.address.world_size)
-
-
-def leader(address: EngineAddress) -> int:
-    """The rank that talks to an engine: the lowest global rank of its slot; rank 0 where it has none."""
-    return address.slot.leader if address.slot is not None else 0
 
 
 class UpdateWeightFromTensor:
@@ -122,7 +99,6 @@ class UpdateWeightFromTensor:
         shards = merge(parts, self._shapes)
         if self._shards is None or shards.to_json() != self._shards.to_json():
             self._shards, self._connection = shards, parts[0]["connection"]
-            self._everybody.watch(shards.ranks, self._node)
         self._create_slot_groups(addresses)
         self._close_stream()  # its payloads were for the slots of before
         found = self._gather("connect", lambda: self._connect_led(addresses))
@@ -178,25 +154,28 @@ class UpdateWeightFromTensor:
                 self._slots[start, end] = Exchange(range(start, end), self.options.weight_update_timeout)
 
     def _connect_led(self, addresses: list[EngineAddress]) -> dict[str, Any]:
-        """Connect the engines that this rank leads."""
+        """Connect the engines that this rank leads, all at once."""
         assert self._shards is not None
+        assert self._everybody is not None
+        self._everybody.watch(self._shards.ranks, self._node)
+        led = [
+            EngineUpdate(address, self._connection, self.options.weight_update_timeout)
+            for address in addresses
+            if leader(address) == self.rank
+        ]
+        for_each(led, lambda update: update.connect(functools.partial(self._init_info, update.address)))
+        for_each(led, EngineUpdate.close)
+        raise_first([update.failure for update in led])
         found = {}
-        for address in addresses:
-            if leader(address) != self.rank:
-                continue
-            update = EngineUpdate(address, self._connection, self.options.weight_update_timeout)
-            update.connect(functools.partial(self._init_info, address))
-            update.close()
-            if update.failure is not None:
-                raise_first([update.failure])
+        for update in led:
             problems = {param: why for state in update.states for param, why in state["problems"].items()}
             for param, why in problems.items():
                 log.warning("%s: %s cannot be planned (%s); the bucketed path serves it", update, param, why)
-            if unused := update.states[0]["unused"]:
+            if unused := unused_by_all(update.states):
                 log.info("%s takes nothing from %s", update, ", ".join(unused))
             wanted = [state.get("senders", []) if self._plans else [] for state in update.states]
             reaches = self.maps and all(state["node"] == self._node for state in update.states)
-            found[str(address.index)] = {
+            found[str(update.address.index)] = {
                 **{"problems": problems, "knew_us": update.knew_us},
                 **{"wanted": wanted, "apart": self.has_buckets and not reaches},
             }
@@ -246,7 +225,7 @@ class UpdateWeightFromTensor:
             WeightSyncError: the same on every rank. Engines named in its ``engines`` hold a mixture and refuse to
                 generate until a later update succeeds; if none is named, nothing was written anywhere.
         """
-        if not self._engines:
+        if not self._engines or self._everybody is None:
             raise WeightSyncError("ready", "the trainer", "is connected to no engine: connect_rollout_engines() first")
         started = time.perf_counter()
         chosen = [self._engines[index] for index in (sorted(self._engines) if only is None else only)]
@@ -265,7 +244,7 @@ class UpdateWeightFromTensor:
         for engine in self._engines.values():  # also those that this update leaves out
             engine.untold |= moved
         waited = time.perf_counter() - started
-        self._open_channels(chosen)
+        self._make_reachable(chosen, version)
 
         led = {
             engine.address.index: EngineUpdate(
@@ -275,24 +254,34 @@ class UpdateWeightFromTensor:
             if leader(engine.address) == self.rank
         }
         updates = list(led.values())
+        raised: list[dict[str, Any]] = []
         unsent: list[dict[str, Any]] = []
-        try:
+
+        def begin() -> None:
             with self._channels.serving(sorted(by_plan), version, self._own.arenas(), unsent):
                 for_each(updates, lambda update: self._begin(update, version, by_plan, by_bucket))
                 for_each(updates, EngineUpdate.abort)  # here, or ranks would go on sending to those that failed
+
+        try:
+            raised += self._attempt(updates, begin)
             if by_bucket:
-                self._send_buckets([led[index] for index in sorted(by_bucket & led.keys())], version, unsent)
-            for_each(updates, lambda update: self._end(update, version, by_plan, by_bucket))
+                assert self._stream is not None
+                to = [(led[index], self._engines[index]) for index in sorted(by_bucket & led.keys())]
+                raised += send_buckets(self._stream, self._everybody, self.rank, self._channels, to, version, unsent)
+            end = functools.partial(self._end, version=version, by_plan=by_plan, by_bucket=by_bucket)
+            raised += self._attempt(updates, lambda: for_each(updates, end))
         finally:
             for_each(updates, EngineUpdate.close)
 
         failures = [update.failure for update in updates if update.failure is not None]
-        report = {"failures": failures, "unsent": unsent, "engines": [engine_stats(update) for update in updates]}
+        report = {"raised": raised, "failures": failures, "unsent": unsent}
+        report["engines"] = [engine_stats(update) for update in updates]
         done = self._gather("done", lambda: report)
         self._own.stamp.set(Stamp.WRITING)  # from here on the memory may change
         self._drop_stream()
-        # An engine's own words first: a rank that could not send often knows only that the worker has gone.
-        failures = [failure for kind in ("failures", "unsent") for part in done for failure in part[kind]]
+        # A rank's own fault first, then an engine's words: one that could not send often knows only that the worker has
+        # gone.
+        failures = [failure for kind in ("raised", "failures", "unsent") for part in done for failure in part[kind]]
         failed = {index for failure in failures for index in failure["engines"]}
         for engine in chosen:
             index = engine.address.index
@@ -316,6 +305,10 @@ class UpdateWeightFromTensor:
         self._own.stamp.set(version)
         return vars(info) if info != self._shards.ranks[self.rank] else None
 
+    def _make_reachable(self, engines: list[Engine], version: int) -> None:
+        """All ranks are ready: see to it that the engines get at their weights, those whose memory they do not open."""
+        self._open_channels(engines)
+
     @property
     def _plans(self) -> bool:
         return self.options.update_weight_transport in ("planned", "distributed")
@@ -326,6 +319,17 @@ class UpdateWeightFromTensor:
     def _needs_buckets(self, engine: Engine) -> bool:
         proves = not engine.proven and self.options.check_weight_update != "off"
         return self.has_buckets and (proves or not self._is_planned(engine))
+
+    def _attempt(self, updates: list[EngineUpdate], work: Callable[[], None]) -> list[dict[str, Any]]:
+        """Do what this rank does alone. Returns what went wrong, if anything did: the others, who go on to the next
+        meeting or sum, shall hear of it there; this rank's engines have failed by it."""
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - whatever it is, this rank must come to the next meeting
+            for update in updates:
+                update.fail(error)
+            return [error_value(error, "update", f"trainer rank {self.rank}")]
+        return []
 
     def _begin(self, update: EngineUpdate, version: int, by_plan: set[int], by_bucket: set[int]) -> None:
         index = update.address.index
@@ -347,36 +351,6 @@ class UpdateWeightFromTensor:
             update.compare_digests()
         update.finish(version)
         update.resume()
-
-    def _send_buckets(self, updates: list[EngineUpdate], version: int, unsent: list[dict[str, Any]]) -> None:
-        """Stream all tensors to these engines. All ranks take part, also those that lead none of them."""
-        stream = self._stream
-        assert stream is not None
-
-        def send_to(update: EngineUpdate, bucket: dict[str, Any], payload: torch.Tensor) -> None:
-            index = update.address.index
-            if not self._engines[index].apart:
-                update.send({"version": version, "bucket": bucket})
-            elif update.failure is None:
-                with self._channels.sending(index, payload, unsent) as how:
-                    update.send(
-                        {"version": version, "bucket": {"tensors": bucket["tensors"], "last": bucket["last"], **how}}
-                    )
-                    update.abort()
-
-        def send(bucket: dict[str, Any], payload: torch.Tensor) -> None:
-            for_each(updates, lambda update: send_to(update, bucket, payload))
-
-        try:
-            disagreement = stream.run(send if updates else None)
-        except WeightSyncError as error:  # a rank did not come: what it had still to bring is missing everywhere
-            for update in updates:
-                update.fail(error)
-            engines = tuple(sorted({*error.engines, *(update.address.index for update in updates)}))
-            raise WeightSyncError(error.phase, error.where, error.cause, engines) from error
-        if disagreement is not None:
-            for update in updates:
-                update.fail(disagreement)
 
     def _drop_stream(self) -> None:
         """Give up the buffers, two buckets, where they were for the proof. Not before all have met: workers of another

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.unit.backends.megatron_utils.update_weight.scenarios import attempt
-from tests.unit.backends.megatron_utils.update_weight.toy_engine import SPEC, Rank, ask, digests, make_config
+from tests.unit.backends.megatron_utils.update_weight.toy_engine import SPEC, Rank, ask, digests, fail_at, make_config
 from vime.backends.megatron_utils.update_weight import weight_update_class
 from vime.models.layout import ParallelLayout
 from vime.types import EngineAddress
@@ -28,6 +28,8 @@ def sync(
     dies: tuple[int, int] | None = None,
     stale: bool = False,
     folder: str | None = None,
+    clears: int | None = None,
+    refuses_channel: bool = False,
     **options: Any,
 ) -> list[dict[str, Any]]:
     """Connect, and sync some versions.
@@ -38,6 +40,8 @@ def sync(
         dies: a rank, and the version in which it is killed after it has begun to send.
         stale: the wrong rule of S10: from version 2 on, what is sent are the weights of version 1.
         folder: holds what UpdateWeightFromDisk writes.
+        clears: after that version, the file in place of that folder is gone.
+        refuses_channel: the first engine refuses to open its channel.
     """
     config = make_config(**options | ({"update_weight_disk_dir": f"{folder}/weights"} if folder else {}))
     if folder is not None:
@@ -48,6 +52,11 @@ def sync(
     me.update = update(config, SPEC, layout, rank, me.params, "cpu")
     if rank in elsewhere:
         me.update._node = "elsewhere"
+    if refuses_channel:
+        if rank == 0:
+            fail_at(addresses[0], "vime_open_channel", "no room for a channel")
+        dist.barrier()
+        return [attempt(me.update.connect_rollout_engines, addresses)]
     me.update.connect_rollout_engines(addresses)
     found = []
     for version in range(1, versions + 1):
@@ -68,7 +77,9 @@ def sync(
         if rank == 0:
             result["digests"] = [digests(address) for address in addresses]
             result["channels"] = sorted(me.update._channels._ends)
-            result["left"] = sorted(os.listdir(f"{folder}/weights")) if folder else []
+            result["left"] = sorted(os.listdir(f"{folder}/weights")) if folder and clears != version else []
+            if folder and clears == version:
+                Path(folder, "weights").unlink()
         dist.barrier()
         found.append(result)
     return found

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.unit.backends.megatron_utils.update_weight.scenarios import MUTANTS, attempt
 from tests.unit.backends.megatron_utils.update_weight.toy_engine import Rank, ask, calls, digests, fail_at
-from vime.backends.megatron_utils.update_weight import bucketed, engine_update, exchange
+from vime.backends.megatron_utils.update_weight import bucketed, channels, engine_update, exchange
 from vime.models.layout import ParallelLayout
 from vime.types import EngineAddress
 from vime.weight_sync.arena import ArenaError
@@ -173,6 +173,43 @@ def no_memory_for_buckets(rank: int, layout: ParallelLayout, addresses: list[Eng
     dist.barrier()
     found = [digests(address) for address in addresses] if rank == 0 else None
     return {"failed": failed, "calls": asked, "again": again, "digests": found}
+
+
+def cannot_go_on(
+    rank: int, layout: ParallelLayout, addresses: list[EngineAddress], victim: int, step: str, transport: str
+) -> dict[str, Any]:
+    """A rank fails by itself between the meetings, not by an engine: at a step of its second bucket, or when it begins
+    to send. In "planned" the buckets are those of the proof."""
+    owner = bucketed.BucketStream if step.startswith("_") else channels.Channels
+    method = getattr(owner, step)
+    me = Rank(rank, layout, update_weight_transport=transport, update_weight_buffer_size=4096)
+    me.update.connect_rollout_engines(addresses)
+    met = 0
+
+    def fail(self: Any, *args: Any) -> Any:
+        nonlocal met
+        met += 1
+        if met == 2 or owner is channels.Channels:
+            raise MemoryError("CUDA error: out of memory")
+        return method(self, *args)
+
+    if rank == victim:
+        setattr(owner, step, fail)
+    me.train(1)
+    failed = attempt(me.update.update_weights, 1)
+    setattr(owner, step, method)
+    dist.barrier()
+    versions = [_versions(address) for address in addresses] if rank == 0 else None
+    me.train(2)
+    again = attempt(me.update.update_weights, 2)
+    dist.barrier()
+    found = [digests(address) for address in addresses] if rank == 0 else None
+    return {"failed": failed, "versions": versions, "again": again, "digests": found}
+
+
+def _versions(address: EngineAddress) -> list[int | None]:
+    states = ask(address, "/collective_rpc", {"method": "vime_weight_state", "args": []})["results"]
+    return [state["version"] for state in states]
 
 
 def _full(num_bytes: int, purpose: str = "") -> Any:

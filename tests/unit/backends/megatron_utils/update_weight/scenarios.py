@@ -83,13 +83,13 @@ def group_for_every_slot(me: Rank) -> Undo:
 
 def barrier_in_the_loop(me: Rank) -> Undo:
     """S6."""
-    message = bucketed.BucketStream._message
+    agree = bucketed.BucketStream._agree
 
-    def with_barrier(self: Any, placed: Any) -> Any:
+    def with_barrier(self: Any, placed: Any, failed: bool) -> Any:
         self._sum._everybody.gather(None, "sent")
-        return message(self, placed)
+        return agree(self, placed, failed)
 
-    return _replace(bucketed.BucketStream, "_message", with_barrier)
+    return _replace(bucketed.BucketStream, "_agree", with_barrier)
 
 
 def buffer_filled_too_early(me: Rank) -> Undo:

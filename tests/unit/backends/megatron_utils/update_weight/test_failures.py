@@ -46,6 +46,7 @@ FAULTS = {
     "checksum: one flipped bit": Fault("vime_update_weights", "flip"),
     "proof: one flipped bit that no checksum sees": Fault("/finish_weight_update", "flip unseen", fresh=True),
 }  # fmt: skip
+STEPS = ("_fill", "_share", "serving")  # what a rank does between the meetings: BucketStream's, and Channels'
 CAUSES = {
     "raises": "refused by the test",
     "late": "no answer within",
@@ -71,6 +72,16 @@ def ranks(engines: Callable[..., ToyEngine]) -> dict[str, list[dict[str, Any]]]:
         ("left open, not cleared", failing.left_open, lasting | {"mutant": "nobody_clears_an_open_update"}),
         ("a rank raises", failing.a_rank_raises, lasting),
         ("no memory", failing.no_memory_for_buckets, lasting),
+        *(
+            (
+                f"rank {victim} {step} {how}",
+                failing.cannot_go_on,
+                lasting | {"victim": victim, "step": step, "transport": how},
+            )
+            for victim in (0, 1)
+            for step in STEPS
+            for how in ("bucketed", "planned")
+        ),
     ]
     return by_label(run_ranks(2, run_all, steps, timeout=280, context=processes()))
 
@@ -132,6 +143,27 @@ def test_memory_that_one_rank_cannot_have_is_said_by_all_before_anything_is_writ
         assert "bytes of shared memory for the weight buckets: none is left" in error["cause"]
         assert "error" not in rank["again"]
     assert found[0]["calls"] == [[], []]
+    assert found[0]["digests"] == [expected_digests(2, 1)] * 2
+
+
+@pytest.mark.parametrize("how", ["bucketed", "planned"])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_cannot_go_on_comes_to_every_meeting_and_says_why(
+    ranks: dict[str, Any], victim: int, step: str, how: str
+) -> None:
+    found = ranks[f"rank {victim} {step} {how}"]
+    errors = [rank["failed"]["error"] for rank in found]
+    assert errors[0] == errors[1]
+    assert (errors[0]["phase"], errors[0]["where"]) == ("update", f"trainer rank {victim}")
+    assert "MemoryError: CUDA error: out of memory" in errors[0]["cause"]
+    # What a rank does not bring is missing in every engine. Not sending concerns its own alone.
+    assert errors[0]["engines"] == ([victim] if step == "serving" else [0, 1])
+    for engine, versions in enumerate(found[0]["versions"]):
+        assert versions == [None if engine in errors[0]["engines"] else 1]
+    for rank in found:
+        assert rank["failed"]["seconds"] < 30
+        assert "error" not in rank["again"], rank["again"]
     assert found[0]["digests"] == [expected_digests(2, 1)] * 2
 
 

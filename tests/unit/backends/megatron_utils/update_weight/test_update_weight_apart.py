@@ -83,6 +83,31 @@ def test_disk(engines: Callable[..., ToyEngine], tmp_path: Path) -> None:
     assert others.read_text() == "1"
 
 
+def test_disk_that_cannot_be_written_is_said_by_all_and_the_next_update_succeeds(
+    engines: Callable[..., ToyEngine], tmp_path: Path
+) -> None:
+    """Rank 0 makes the folder. A file is in its place, as where a file system is not mounted; then it is not."""
+    both = [engines(0, Slot(0, 2)), engines(1, None, 1)]
+    (tmp_path / "weights").write_text("in the way")
+    found = _sync(TP2, both, update_weight_transport="disk", folder=str(tmp_path), clears=1)
+    errors = [rank[0]["error"] for rank in found]
+    assert errors[0] == errors[1]
+    assert (errors[0]["phase"], errors[0]["engines"]) == ("ready", [])
+    assert "rank 0: cannot write to" in errors[0]["cause"]
+    assert found[0][0]["seconds"] < 30
+    _assert_synced(found[0][1], 2, both)
+
+
+def test_workers_words_come_before_a_ranks(engines: Callable[..., ToyEngine]) -> None:
+    """A worker that cannot open its channel: the rank that waits there knows only that it did not come."""
+    engine = engines(0, None, 1)
+    options = {"update_weight_transport": "distributed", "weight_update_timeout": 4.0}
+    found = _sync(TP2, [engine], refuses_channel=True, versions=0, **options)
+    for rank in found:
+        assert rank[0]["error"]["engines"] == [0]
+        assert "no room for a channel" in rank[0]["error"]["cause"]
+
+
 def test_after_a_failure_channels_are_formed_anew(engines: Callable[..., ToyEngine]) -> None:
     """Version 2 fails in a worker before it takes anything, version 3 in the server after the workers took all."""
     both = [engines(0, None, 2), engines(1, Slot(0, 1))]

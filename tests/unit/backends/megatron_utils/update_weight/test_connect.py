@@ -1,0 +1,39 @@
+"""A rank connects the engines that it leads at once, and says of each what none of its workers takes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.unit.backends.megatron_utils.update_weight.toy_engine import Rank, ToyEngine, digests, expected_digests
+from vime.backends.megatron_utils.update_weight.engine_update import EngineUpdate
+from vime.backends.megatron_utils.update_weight.summary import unused_by_all
+from vime.models.layout import ParallelLayout
+
+
+def test_engines_are_connected_at_once(engines: Callable[..., ToyEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, each with the whole deadline, a leader of many would be late at the ranks' meeting."""
+    addresses = [engines(index, None).address for index in range(3)]
+    together = threading.Barrier(len(addresses))
+    connect = EngineUpdate.connect
+
+    def connect_together(self: EngineUpdate, *args: Any) -> None:
+        together.wait(30)
+        connect(self, *args)
+
+    monkeypatch.setattr(EngineUpdate, "connect", connect_together)
+    me = Rank(0, ParallelLayout(world_size=1))
+    me.update.connect_rollout_engines(addresses)
+    me.train(1)
+    me.update.update_weights(1)
+    assert [digests(address) for address in addresses] == [expected_digests(1, 1)] * 3
+
+
+def test_what_a_worker_leaves_to_another_is_not_unused() -> None:
+    """Pipeline and expert parallel engines: each worker takes its part of the checkpoint."""
+    states = [{"unused": ["layers.1", "extra", "rotary"]}, {"unused": ["layers.0", "rotary", "extra"]}]
+    assert unused_by_all(states) == ["extra", "rotary"]
+    assert unused_by_all(states[:1]) == states[0]["unused"]
