@@ -202,7 +202,7 @@ class Session:
         if self._receiver is not None:
             self._receiver.close()
         self._close_channel()
-        self._receiver = self._info = self._bucket = None
+        self._receiver = self._info = self._bucket = self._version = None
 
     def _close_channel(self) -> None:
         if self._receiver is not None:

@@ -288,6 +288,9 @@ def test_only_whoever_has_failed_loses_its_version() -> None:
     trainer.session.start()
     trainer.session.abort()
     assert trainer.session.state()["version"] is None
+    trainer.update(1)
+    trainer.session.connect(trainer.info)  # of another trainer, or this one anew
+    assert trainer.session.state()["version"] is None
 
 
 def test_moved_arenas_are_opened_again_and_only_those() -> None:

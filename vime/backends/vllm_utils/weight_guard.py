@@ -42,7 +42,8 @@ class WeightGuard:
         self._refuses: str | None = None  # why generation is refused
         self._asleep = False
         self._open = False
-        self._ends_with = _FINISH  # the call that ends the open update well
+        self._ours = False  # the open update is of vime's trainer
+        self._finished = False  # and vLLM has said so
         self._settled: asyncio.Event | None = None  # set when no update is open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,8 +96,10 @@ class WeightGuard:
         elif _starts(path, body) and status == 200:
             self._open, self._settled = True, self._settled or asyncio.Event()
             self._settled.clear()
-            self._ends_with = _CONFIRM if _calls(path, body) == _START else _FINISH
-        elif self._open and path == self._ends_with and status == 200:
+            self._ours, self._finished = _calls(path, body) == _START, False
+        elif self._open and self._ours and path == _FINISH and status == 200:
+            self._finished = True
+        elif self._open and path == (_CONFIRM if self._finished else _FINISH) and status == 200:
             self._close(None)
         elif self._open and path in _UPDATES and (status != 200 or _calls(path, body) in _ENDS):
             self._close("its last weight update failed half-way, and none has finished since")

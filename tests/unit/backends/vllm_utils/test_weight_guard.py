@@ -103,6 +103,27 @@ def test_an_update_of_the_trainer_ends_when_every_worker_has_confirmed() -> None
     asyncio.run(run(False))
 
 
+def test_resetting_the_prefix_cache_ends_no_update_that_has_not_finished() -> None:
+    """It is an ordinary route, which others may call at any time."""
+
+    async def run() -> None:
+        server = Server()
+        await server.post("/collective_rpc", rpc("start_weight_update"))
+        waiting = asyncio.create_task(generate(server))
+        await server.post("/reset_prefix_cache")
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await server.post("/finish_weight_update")
+        await server.post("/collective_rpc", rpc("start_weight_update"))  # the proof's second path
+        await server.post("/reset_prefix_cache")
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await server.post("/collective_rpc", rpc("abort_weight_update"))
+        assert await waiting == 503
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("path", "status", "body"),
     [
