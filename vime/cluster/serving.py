@@ -28,7 +28,9 @@ class Serving:
     def __init__(self, config: Config, device: Device, trainer: TrainerGroup, engines: EngineGroup) -> None:
         self._trainer, self._engines = trainer, engines
         self.version = -1
-        self._repairing = threading.Lock()  # two engines may be found dead by two requests at once
+        # Two engines may be found dead by two requests at once; and whoever gave up waiting for a replacement has not
+        # ended it.
+        self._repairing = threading.RLock()
         cluster = config.cluster
         offload = cluster.offload or cluster.colocate
         self._engines_sleep = offload if cluster.offload_rollout is None else cluster.offload_rollout
@@ -46,24 +48,26 @@ class Serving:
 
     def to_trainer(self) -> None:
         """The engines have answered; the trainer may have the GPUs."""
-        if self._engines_sleep:
-            # One that died since its last answer is replaced when the engines are needed again.
-            with contextlib.suppress(EngineError):
-                self._engines.sleep()
-        if self._trainer_moves:
-            self._trainer.onload()
+        with self._repairing:
+            if self._engines_sleep:
+                # One that died since its last answer is replaced when the engines are needed again.
+                with contextlib.suppress(EngineError):
+                    self._engines.sleep()
+            if self._trainer_moves:
+                self._trainer.onload()
 
     def to_engines(self, version: int) -> dict[str, float]:
         """The trainer has learned; the engines get the GPUs and the new weights. Returns the sync's measurements."""
-        if self._trainer_moves:
-            self._trainer.offload()
-        self._replace_dead()
-        if self._engines_sleep:
-            self._engines.wake("weights")
-        measured = self.update_weights(version)
-        if self._engines_sleep:
-            self._engines.wake("kv_cache")
-        return measured
+        with self._repairing:
+            if self._trainer_moves:
+                self._trainer.offload()
+            self._replace_dead()
+            if self._engines_sleep:
+                self._engines.wake("weights")
+            measured = self.update_weights(version)
+            if self._engines_sleep:
+                self._engines.wake("kv_cache")
+            return measured
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Bring the trainer's weights into every engine. An engine that dies meanwhile is replaced and all start again.
@@ -71,15 +75,16 @@ class Serving:
         Raises:
             WeightSyncError: the update failed and every engine lives.
         """
-        while True:
-            try:
-                measured = self._trainer.update_weights(version)
-            except WeightSyncError as error:
-                if not self._replace_dead(suspects=error.engines):
-                    raise
-                continue
-            self.version = version
-            return measured
+        with self._repairing:
+            while True:
+                try:
+                    measured = self._trainer.update_weights(version)
+                except WeightSyncError as error:
+                    if not self._replace_dead(suspects=error.engines):
+                        raise
+                    continue
+                self.version = version
+                return measured
 
     def recover(self, index: int) -> EngineAddress:
         """Called while answers are generated, when engine ``index`` does not answer: replace it if it has died, and

@@ -3,19 +3,23 @@ its address. Real updates of toy engines in processes of their own; only Ray is 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from tests.unit.backends.megatron_utils.update_weight.toy_engine import (
+    SPEC,
     Rank,
     ToyEngine,
+    calls,
     digests,
     expected_digests,
     fail_at,
     make_config,
 )
+from vime.backends.megatron_utils.update_weight import weight_update_class
 from vime.cluster.serving import Serving
 from vime.errors import EngineError, WeightSyncError
 from vime.models.layout import ParallelLayout
@@ -25,8 +29,12 @@ from vime.types import EngineAddress, Slot
 class Trainer:
     """One rank, in this process, as a TrainerGroup is called."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: str = "planned") -> None:
         self.rank = Rank(0, ParallelLayout(world_size=1))
+        if transport != "planned":
+            config = make_config(update_weight_transport=transport)
+            update = weight_update_class(transport)
+            self.rank.update = update(config, SPEC, self.rank.layout, 0, self.rank.params, "cpu")
         self.connect = self.rank.update.connect_rollout_engines
         self.update_weights = self.rank.update.update_weights
 
@@ -78,8 +86,8 @@ def kill(engines: Engines, index: int) -> None:
     engines.dead()
 
 
-def serving(engines: Engines) -> tuple[Serving, Trainer]:
-    trainer = Trainer()
+def serving(engines: Engines, transport: str = "planned") -> tuple[Serving, Trainer]:
+    trainer = Trainer(transport)
     return Serving(make_config(), "cpu", trainer, engines), trainer  # type: ignore[arg-type]
 
 
@@ -129,6 +137,57 @@ def test_an_engine_that_dies_while_another_is_replaced_is_replaced_as_well(engin
     assert served.recover(1) == engines.addresses[1]
     assert engines.replaced == [1, 1]
     assert digests(engines.addresses[1]) == expected_digests(5, 1)
+
+
+@pytest.mark.parametrize("transport", ["planned", "distributed"])
+def test_a_new_engine_inherits_nothing_when_it_is_connected_again(engines: Engines, transport: str) -> None:
+    """Both have died. The new engine 0 is connected, the new engine 1 dies in that; then all are connected again, and
+    the first one knows the trainer already. It has no channel yet, and nothing of it is proven."""
+    served, trainer = serving(engines, transport)
+    trainer.rank.train(5)
+    served.start(5)
+    kill(engines, 0)
+    kill(engines, 1)
+    replace = engines.replace
+
+    def replace_by_one_that_dies(index: int, cause: str) -> None:
+        replace(index, cause)
+        if engines.replaced == [0, 1]:
+            fail_at(engines.addresses[1], "/init_weight_transfer_engine", "die")
+
+    engines.replace = replace_by_one_that_dies
+    served.recover(0)
+    assert engines.replaced == [0, 1, 1]
+    for address in engines.addresses:
+        assert "vime_poison_weights" in calls(address)
+        assert digests(address) == expected_digests(5, 1)
+
+
+def test_nothing_is_done_while_a_replacement_that_nobody_waits_for_goes_on(engines: Engines) -> None:
+    """A rollout that ends does not end the thread that it had sent to replace an engine."""
+    served, trainer = serving(engines)
+    served.start(0)
+    kill(engines, 1)
+    replace, begun, go_on = engines.replace, threading.Event(), threading.Event()
+
+    def replace_slowly(index: int, cause: str) -> None:
+        begun.set()
+        assert go_on.wait(30)
+        replace(index, cause)
+
+    engines.replace = replace_slowly
+    recovering = threading.Thread(target=served.recover, args=(1,))
+    recovering.start()
+    assert begun.wait(30)
+    trainer.rank.train(1)
+    updating = threading.Thread(target=served.to_engines, args=(1,))
+    updating.start()
+    go_on.set()
+    recovering.join(60)
+    updating.join(60)
+    assert engines.replaced == [1]
+    assert served.version == 1
+    assert [digests(address) for address in engines.addresses] == [expected_digests(1, 1)] * 2
 
 
 @pytest.mark.parametrize("forgotten", ["connect", "update_weights"])
