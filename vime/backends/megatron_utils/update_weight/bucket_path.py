@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vime.backends.megatron_utils.update_weight.bucketed import BucketStream
+from vime.backends.megatron_utils.update_weight.bucketed import BucketStream, FailedElsewhere
 from vime.backends.megatron_utils.update_weight.channels import Channels
 from vime.backends.megatron_utils.update_weight.connected import Engine
 from vime.backends.megatron_utils.update_weight.engine_update import EngineUpdate, for_each
@@ -34,7 +34,7 @@ def send_buckets(
         unsent: what could not be sent to an engine that does not open this rank's memory is added to it.
 
     Returns:
-        What went wrong on this rank itself, if anything did. Its engines have failed by that as well.
+        What went wrong on this rank itself or in its slot, if anything did. Its engines have failed by that as well.
 
     Raises:
         WeightSyncError: the ranks have lost each other. Its ``engines`` are those that this rank leads.
@@ -69,6 +69,6 @@ def send_buckets(
         return []
     for update in updates:
         update.fail(failure)
-    if isinstance(failure, WeightSyncError):
-        return []  # another rank's, who brings it itself
+    if isinstance(failure, FailedElsewhere):
+        return []
     return [error_value(failure, "update", f"trainer rank {rank}")]

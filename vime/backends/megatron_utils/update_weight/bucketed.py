@@ -56,6 +56,10 @@ def _differs(mine: list[Any], theirs: list[Any]) -> bool:
     return mine != theirs
 
 
+class FailedElsewhere(WeightSyncError):
+    """Another rank has failed, and says why itself."""
+
+
 class BucketStream:
     """Streams all checkpoint tensors; every rank calls :meth:`run`.
 
@@ -142,7 +146,7 @@ class BucketStream:
         """Put the sum where this rank's worker finds it."""
         self._shared.tensor[:end].copy_(self._scratch[:end])
         if failed := int(self._scratch[end : end + 4].view(torch.int32)):
-            raise WeightSyncError("update", "the trainer", f"{failed} of its ranks could not fill a bucket")
+            raise FailedElsewhere("update", "the trainer", f"{failed} of its ranks could not fill a bucket")
         if self._scratch.is_cuda:
             torch.cuda.synchronize()  # another process reads it
 
@@ -164,7 +168,7 @@ class BucketStream:
         for part in parts:
             where = f"the rank on {part['device']}"
             if part["failed"]:
-                problem = problem or WeightSyncError("update", where, "has failed")
+                problem = problem or FailedElsewhere("update", where, "has failed")
             elif _differs(tensors, part["tensors"]):
                 wrong = next((a for a, b in zip(part["tensors"], tensors, strict=False) if a != b), "their number")
                 problem = problem or WeightSyncError("update", where, f"its bucket differs: {wrong}")

@@ -1,10 +1,10 @@
 """UpdateWeightFromTensor: the trainer's weights into engines that share its GPUs, or reach its node's memory. What lies
 on another node is sent (channels.py); engines that reach nothing are sent everything, in the same update.
 
-Every trainer rank has one and calls its methods together with the others. In an update all ranks meet at exactly two
-points: before the first byte is read, when every rank's weights are final, and after the last engine has confirmed,
-when the memory may be changed again. Between them only slot leaders act. (The bucketed path, which needs all ranks to
-assemble tensors, has its sums in between; no rank waits there for an engine that it does not lead.)
+Every trainer rank has one and calls its methods together with the others. In an update by plan all ranks meet at two
+points only: before the first byte is read, when every rank's weights are final, and after the last engine has
+confirmed, when the memory may be changed again. Between them only slot leaders act. (The bucketed path, which needs all
+ranks to assemble tensors, has its sums in between; no rank waits there for an engine that it does not lead.)
 
 A failure anywhere travels to the next meeting as a value, so that all ranks raise the same WeightSyncError; a rank that
 does not come to a meeting is noticed by its deadline.
@@ -101,14 +101,19 @@ class UpdateWeightFromTensor:
             self._shards, self._connection = shards, parts[0]["connection"]
         self._create_slot_groups(addresses)
         self._close_stream()  # its payloads were for the slots of before
-        found = self._gather("connect", lambda: self._connect_led(addresses))
+        try:
+            found = self._gather("connect", lambda: self._connect_led(addresses))
+        except WeightSyncError:
+            for engine in self._engines.values():  # some of them know us by now, but not what came of it before
+                engine.proven = engine.channel = False
+            raise
         answers = {int(index): answer for part in found for index, answer in part.items()}
         known, self._engines = self._engines, {}
         for address in addresses:
             answer, before = answers[address.index], known.get(address.index)
             engine = Engine(address, answer["problems"], answer["wanted"], answer["apart"])
             self._engines[address.index] = engine
-            if answer["knew_us"] and before is not None:
+            if answer["knew_us"] and before is not None and before.address == address:
                 engine.proven, engine.resumes, engine.channel = before.proven, before.resumes, before.channel
                 engine.untold = before.untold
         self._open_channels(list(self._engines.values()))
@@ -223,7 +228,7 @@ class UpdateWeightFromTensor:
 
         Raises:
             WeightSyncError: the same on every rank. Engines named in its ``engines`` hold a mixture and refuse to
-                generate until a later update succeeds; if none is named, nothing was written anywhere.
+                generate until a later update succeeds. The others have the new version, or still the old one.
         """
         if not self._engines or self._everybody is None:
             raise WeightSyncError("ready", "the trainer", "is connected to no engine: connect_rollout_engines() first")
@@ -395,5 +400,7 @@ class UpdateWeightFromTensor:
         except Exception as exception:  # noqa: BLE001 - whatever it is, the others must hear of it
             error = error_value(exception, phase, f"trainer rank {self.rank}")
         answers = self._everybody.gather({"error": error, "value": value}, phase)
-        raise_first([answer["error"] for answer in answers])
+        errors: list[dict[str, Any]] = [answer["error"] for answer in answers if answer["error"]]
+        of_engines = [error for error in errors if error["engines"]]  # they say more than that something did not come
+        raise_first([*of_engines, *(error for error in errors if error not in of_engines)])
         return [answer["value"] for answer in answers]

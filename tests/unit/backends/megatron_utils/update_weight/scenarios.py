@@ -328,19 +328,25 @@ def connect_only(
 
 
 def disagreeing_rank(
-    rank: int, layout: ParallelLayout, addresses: list[EngineAddress], what: str, mutant: str | None = None
+    rank: int,
+    layout: ParallelLayout,
+    addresses: list[EngineAddress],
+    what: str,
+    mutant: str | None = None,
+    who: int = 1,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Rank 1 has other metadata: names in another order, or in its buckets only."""
-    me = Rank(rank, layout, update_weight_transport="bucketed", check_weight_update="off")
+    """Rank ``who`` has other metadata: names in another order, or in its buckets only."""
+    me = Rank(rank, layout, **{"update_weight_transport": "bucketed", "check_weight_update": "off"} | options)
     undo = MUTANTS[mutant](me) if mutant else None
-    if rank == 1 and what == "names":
+    if rank == who and what == "names":
         names = list(me.update._shapes)
         names[3], names[5] = names[5], names[3]
         me.update._shapes = {name: me.update._shapes[name] for name in names}
     connected = attempt(lambda: me.update.connect_rollout_engines(addresses))
     out: dict[str, Any] = {"connect": connected}
     if "error" not in connected:
-        if rank == 1 and what == "dtypes":
+        if rank == who and what == "dtypes":
             tensors = me.update._shards.tensors  # type: ignore[union-attr]
             first = next(iter(tensors))
             tensors[first] = type(tensors[first])(tensors[first].shape, "int32")

@@ -98,9 +98,11 @@ def test_disk_that_cannot_be_written_is_said_by_all_and_the_next_update_succeeds
     _assert_synced(found[0][1], 2, both)
 
 
-def test_workers_words_come_before_a_ranks(engines: Callable[..., ToyEngine]) -> None:
-    """A worker that cannot open its channel: the rank that waits there knows only that it did not come."""
-    engine = engines(0, None, 1)
+@pytest.mark.parametrize("slot", [None, Slot(1, 2)])
+def test_workers_words_come_before_a_ranks(engines: Callable[..., ToyEngine], slot: Slot | None) -> None:
+    """A worker that cannot open its channel: the ranks that wait there, its leader and others, know only that it did
+    not come."""
+    engine = engines(0, slot, 1)
     options = {"update_weight_transport": "distributed", "weight_update_timeout": 4.0}
     found = _sync(TP2, [engine], refuses_channel=True, versions=0, **options)
     for rank in found:

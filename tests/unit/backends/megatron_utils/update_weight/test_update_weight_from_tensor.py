@@ -74,6 +74,13 @@ def four(engines: Callable[..., ToyEngine]) -> dict[str, list[dict[str, Any]]]:
             for rule in (None, *wrong)
             for engine in [engines(3, Slot(3, 4))]
         ],
+        (
+            "dtypes",
+            scenarios.disagreeing_rank,
+            {"what": "dtypes", "who": 3}
+            | BUCKETED
+            | {"layout": TP2_PP2, "addresses": [engines(7, Slot(0, 2)).address, pair]},
+        ),
         # The last: in it ranks may lose each other.
         ("groups_by_members_only", scenarios.connect_only, mixed | {"mutant": "groups_by_members_only"}),
     ]
@@ -340,6 +347,15 @@ def test_s9_ranks_that_disagree_are_refused_before_anything_is_written(two: dict
     assert "vime_update_weights" not in two["dtypes"][0]["calls"][0]
     for what in ("names", "dtypes"):  # without the comparison it would be written
         assert "vime_update_weights" in two[f"{what} unseen"][0]["calls"][0]
+
+
+def test_s9_what_one_slot_disagrees_on_is_said_by_all(four: dict[str, Any]) -> None:
+    """Rank 3's first bucket differs from rank 2's. The other slot, whose ranks agree, hears of it with the next one."""
+    errors = [rank["update"]["error"] for rank in four["dtypes"]]
+    assert errors == [errors[0]] * 4
+    assert errors[0]["where"].startswith("the rank on ")
+    assert "its bucket differs" in errors[0]["cause"]
+    assert errors[0]["engines"] == [5, 7]
 
 
 @pytest.mark.parametrize("path", ["mixed", "mixed bucketed"])
