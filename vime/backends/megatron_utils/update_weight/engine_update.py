@@ -164,7 +164,10 @@ class EngineUpdate:
                 )
 
     def fail(self, error: Exception, phase: str = "update") -> None:
-        """Keep a failure. A worker's own phase ("version", "checksum") says more than that of the call."""
+        """Keep a failure, unless there is one: what comes of it says less. A worker's own phase ("version", "checksum")
+        says more than that of the call."""
+        if self.failure is not None:
+            return
         value = error_value(error, phase, str(self))
         if isinstance(error, WeightSyncError):
             value["cause"] = f"{error.where}: {error.cause}"

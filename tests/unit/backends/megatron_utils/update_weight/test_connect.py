@@ -11,7 +11,9 @@ import pytest
 from tests.unit.backends.megatron_utils.update_weight.toy_engine import Rank, ToyEngine, digests, expected_digests
 from vime.backends.megatron_utils.update_weight.engine_update import EngineUpdate
 from vime.backends.megatron_utils.update_weight.summary import unused_by_all
+from vime.errors import EngineError, WeightSyncError
 from vime.models.layout import ParallelLayout
+from vime.types import EngineAddress
 
 
 def test_engines_are_connected_at_once(engines: Callable[..., ToyEngine], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,6 +32,15 @@ def test_engines_are_connected_at_once(engines: Callable[..., ToyEngine], monkey
     me.train(1)
     me.update.update_weights(1)
     assert [digests(address) for address in addresses] == [expected_digests(1, 1)] * 3
+
+
+def test_an_engines_first_failure_stays() -> None:
+    """What the ranks notice later, that a bucket is missing for instance, says less."""
+    update = EngineUpdate(EngineAddress(3, "http://127.0.0.1:9", 1, None), "connection", 5.0)
+    update.fail(EngineError("its worker is out of memory"), "start")
+    update.fail(WeightSyncError("update", "the trainer", "1 of its ranks could not fill a bucket"))
+    assert update.failure is not None
+    assert (update.failure["phase"], update.failure["cause"]) == ("start", "its worker is out of memory")
 
 
 def test_what_a_worker_leaves_to_another_is_not_unused() -> None:
