@@ -41,6 +41,7 @@ class View:
         return {"own": 0, "both": rank, "reversed": 1 - rank}[self.trainer]
 
 
+REST = 0.2  # seconds before an update that is measured: a training step is longer, and links sleep after 50 ms
 _updating: Any = None  # Ranks.updating, in a rank's process
 
 
@@ -158,10 +159,14 @@ def sync(
                 update.update_weights(2)
             starts.clear()
             states.clear()
+            time.sleep(REST)
             if check == "sampled":
                 _updating.set()
             before = over_nvlink() if rank == 0 else None
-            stats[check] = [update.update_weights(version) for version in range(3, 3 + count)]
+            stats[check] = []
+            for version in range(3, 3 + count):
+                time.sleep(REST if version > 3 else 0.0)
+                stats[check].append(update.update_weights(version))
             after = over_nvlink() if rank == 0 else None
             crossed = after - before if before is not None and after is not None else None
         update.disconnect_rollout_engines()  # or this one's memory is still mapped when the next begins

@@ -37,7 +37,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.layout_ranks import Ranks, View, link_bandwidth, local_bandwidth, sync
+from benchmarks.layout_ranks import REST, Ranks, View, link_bandwidth, local_bandwidth, sync
 from benchmarks.weight_sync import make_config, write_checkpoint
 from vime.backends.vllm_utils.client import EngineClient
 from vime.backends.vllm_utils.command import engine_command
@@ -302,7 +302,7 @@ class Table:
             f"{self._device}, torch {torch.__version__}. Trainer ranks are stand-ins (parameters of the real names, "
             "shapes and cuts, random values). Every case was first proved equal, planned path and vLLM's "
             "own loading, in every byte of every parameter and buffer; then come two updates with the full check, and "
-            f"{self._rounds} with the sampled one, which are measured (median).",
+            f"{self._rounds} with the sampled one, which are measured (median), each after {REST:.1f} s of rest.",
             "",
             f"Measured in the same run by torch's own copies, one way: {measured}. Predicted: local and link bytes of "
             "the slowest worker at these. Bytes over the link are of one update, all workers; counters also count the "

@@ -20,6 +20,7 @@ import torch
 
 from vime.errors import WeightSyncError
 from vime.weight_sync.arena import Handle, Stamp, open_arena
+from vime.weight_sync.arena_cuda import wake_links
 from vime.weight_sync.channel import Channel
 from vime.weight_sync.copier import Copier, make_copier
 from vime.weight_sync.copy_cpu import CpuCopier
@@ -80,6 +81,7 @@ class Place:
     neighbour: int  # the trainer rank on the same device; without one, a number that spreads the reading
     node: str
     maps: bool = True  # whether it opens the memory of trainer ranks on its node; else all of them send
+    gpu: str | None = None  # the physical one, as arenas name theirs
 
     def __str__(self) -> str:
         return f"engine {self.engine}, worker {self.worker}"
@@ -117,6 +119,7 @@ class Receiver:
         self._stamps: dict[int, torch.Tensor] = {}
         self._handles: dict[tuple[int, str], Handle] = {}
         self._program, self._sources = CopyProgram([], []), []
+        self._far: dict[int, list[Source]] = {}  # rank on another GPU -> its arenas
         self._direct: Copier = CpuCopier(self._program)
         self._stages: list[tuple[list[StagedLayer], Copier]] = []
         self._staging = Staging([], str(place), check, self.device)
@@ -139,6 +142,7 @@ class Receiver:
             self._prepare(shards)
         traced = time.perf_counter()
         self._open(shards.ranks)
+        self._far = self._on_other_gpus(shards.ranks)
         self.report.seconds = {"plan": traced - started, "open": time.perf_counter() - traced}
         self.report.bytes_by_rank = self._program.bytes_by_rank()
         self.report.copies = len(self._program.copies)
@@ -161,6 +165,13 @@ class Receiver:
         self._staging = Staging(remote, str(self.place), self.check, self.device, self.most_bytes, first)
         # What is opened; the other ranks send. Kept: twenty thousand copies are not looked through at every update.
         self._sources = [source for source in self._program.sources if source[0] in near]
+
+    def _on_other_gpus(self, ranks: Mapping[int, RankInfo]) -> dict[int, list[Source]]:
+        found: dict[int, list[Source]] = {}
+        for rank, number in self._sources:
+            if self.place.gpu is not None and ranks[rank].arenas[number].get("device") != self.place.gpu:
+                found.setdefault(rank, []).append((rank, number))
+        return found
 
     def _trace(self, shards: ShardMap) -> LoadPlan:
         try:
@@ -214,6 +225,11 @@ class Receiver:
         self._stages.clear()
 
     # ------------------------------------------------------------------ update
+
+    def make_ready(self) -> None:
+        """An update is about to come: wake the links to other GPUs that it reads from."""
+        for arenas in self._far.values():
+            wake_links([self._arenas[source] for source in arenas if source in self._arenas])
 
     @torch.no_grad()
     def update(self, version: int, moved: Mapping[int, RankInfo] | None = None) -> None:

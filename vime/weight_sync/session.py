@@ -18,6 +18,7 @@ from safetensors import safe_open
 from vime.errors import WeightSyncError
 from vime.weight_sync import receiver
 from vime.weight_sync.arena import Handle, node_name, open_arena
+from vime.weight_sync.arena_cuda import device_uuid
 from vime.weight_sync.boxes import contiguous_strides
 from vime.weight_sync.channel import Channel
 from vime.weight_sync.load_plan import LoadPlan
@@ -137,7 +138,8 @@ class Session:
         self.close()
         spread = info.engine * len(info.devices) + self.number
         neighbour = info.neighbours[self.number] if info.neighbours else spread
-        place = Place(info.engine, self.number, neighbour, node_name(), info.maps)
+        gpu = device_uuid(self.device) if self.device.type == "cuda" else None
+        place = Place(info.engine, self.number, neighbour, node_name(), info.maps, gpu)
         connected = Receiver(self.model, place, info.check, self.device, info.most_bytes)
         plan = connected.connect(ShardMap.from_json(info.shards))
         self._info, self._receiver = info, connected
@@ -154,7 +156,7 @@ class Session:
             connected.open_channel(self._channel, members)
 
     def start(self) -> None:
-        self._connected()
+        self._connected().make_ready()
         self._version = self._updated_to = None
 
     def receive(self, message: UpdateInfo) -> None:
