@@ -110,10 +110,11 @@ class _Recorder(TorchDispatchMode):
             if kwargs.get("dtype") in (None, target.dtype):
                 return target  # moved to a device or made contiguous: the same numbers
             return func(*args, **kwargs)
-        if func._schema.is_mutable:
-            for written in _written(func, args, kwargs):  # a checkpoint tensor that the loader changes is none any more
-                self.sources.pop(written.untyped_storage()._cdata, None)
-        param = self.params.get(target.untyped_storage()._cdata) if func._schema.is_mutable else None
+        if not func._schema.is_mutable:
+            return func(*args, **kwargs)
+        for written in _written(func, args, kwargs):  # a checkpoint tensor that the loader changes is none any more
+            self.sources.pop(written.untyped_storage()._cdata, None)
+        param = self.params.get(target.untyped_storage()._cdata)
         if param is None:
             return func(*args, **kwargs)
         self._write(param, target, func, args)
