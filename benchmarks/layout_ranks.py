@@ -22,6 +22,7 @@ import torch
 from benchmarks.weight_sync import make_parameters
 from vime.models.layout import ParallelLayout, checkpoint_tensors, pieces
 from vime.models.spec import ModelSpec
+from vime.types import EngineAddress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +42,14 @@ class View:
         return {"own": 0, "both": rank, "reversed": 1 - rank}[self.trainer]
 
 
-REST = 0.2  # seconds before an update that is measured: a training step is longer, and links sleep after 50 ms
+REST = 0.2  # seconds before an update that is measured: a training step takes longer, and links sleep after 50 ms
 _updating: Any = None  # Ranks.updating, in a rank's process
 
 
 class Ranks:
     """Two trainer processes that do as they are told: (function, arguments) in, result or error out.
 
-    ``updating`` is set once the measured updates have begun."""
+    ``updating`` is set when, in an update that is measured, an engine's workers are told to take their weights."""
 
     def __init__(self, view: View, device: str) -> None:
         self.view = view
@@ -81,6 +82,14 @@ class Ranks:
             return self._pipes[rank].recv()
         except (EOFError, ConnectionResetError):
             return {"error": f"rank {rank} has died"}
+
+    def wait_updating(self, timeout: float) -> bool:
+        """Wait for ``updating``; not for longer than until a rank has ended without."""
+        end = time.monotonic() + timeout
+        while not self.updating.wait(0.2):
+            if time.monotonic() > end or any(pipe.poll(0) for pipe in self._pipes):
+                return False
+        return True
 
     def run(self, count: int, work: Any, *args: Any) -> list[Any]:
         self.start(count, work, *args)
@@ -117,11 +126,20 @@ def _serve(rank: int, local_device: int, device: str, pipe: Any, updating: Any) 
 
 
 def sync(
-    rank: int, device: str, config: Any, spec: ModelSpec, sizes: dict[str, int], addresses: list, rounds: int
+    rank: int,
+    device: str,
+    config: Any,
+    spec: ModelSpec,
+    sizes: dict[str, int],
+    addresses: list,
+    rounds: int,
+    rest: float = REST,
 ) -> Any:
     """One case on one rank: connect, prove, two updates with the full check, and ``rounds`` with the sampled one, which
-    are measured. By the bucketed path, which has no check, one update to become warm and one that is measured."""
+    are measured, each after ``rest`` seconds. By the bucketed path, which has no check, one update to become warm and
+    one that is measured. ``digests`` are of what the engines that this rank leads then hold."""
     from vime.backends.megatron_utils.update_weight import weight_update_class
+    from vime.backends.megatron_utils.update_weight.connected import leader
     from vime.backends.megatron_utils.update_weight.engine_update import EngineUpdate
 
     layout = ParallelLayout(**{"ep": 1, "etp": sizes.get("tp", 1), **sizes})
@@ -131,17 +149,23 @@ def sync(
         _same_embedding(spec, layout, rank, params)
     starts: list[int] = []
     states: dict[int, list[list[dict[str, Any]]]] = {}  # engine -> after each measured update every worker's
-    start, finish = EngineUpdate.start, EngineUpdate.finish
+    start, send, finish = EngineUpdate.start, EngineUpdate.send, EngineUpdate.finish
+    measuring = False
 
-    def counted(self: EngineUpdate) -> None:
+    def counted(self: EngineUpdate, *args: Any) -> None:
         starts.append(self.address.index)
-        start(self)
+        start(self, *args)
+
+    def announced(self: EngineUpdate, message: dict[str, Any]) -> None:
+        if measuring:
+            _updating.set()
+        send(self, message)
 
     def timed(self: EngineUpdate, version: int) -> None:
         finish(self, version)
         states.setdefault(self.address.index, []).append(self.states)
 
-    EngineUpdate.start, EngineUpdate.finish = counted, timed  # type: ignore[method-assign]
+    EngineUpdate.start, EngineUpdate.send, EngineUpdate.finish = counted, announced, timed  # type: ignore[method-assign]
     stats: dict[str, list[dict[str, float]]] = {}
     crossed: int | None = None
     try:
@@ -159,20 +183,31 @@ def sync(
                 update.update_weights(2)
             starts.clear()
             states.clear()
-            time.sleep(REST)
-            if check == "sampled":
-                _updating.set()
+            measuring = check != "full"
             before = over_nvlink() if rank == 0 else None
             stats[check] = []
             for version in range(3, 3 + count):
-                time.sleep(REST if version > 3 else 0.0)
+                time.sleep(rest)
                 stats[check].append(update.update_weights(version))
             after = over_nvlink() if rank == 0 else None
             crossed = after - before if before is not None and after is not None else None
+        digests = {address.index: _digests(address, update) for address in addresses if leader(address) == rank}
         update.disconnect_rollout_engines()  # or this one's memory is still mapped when the next begins
     finally:
-        EngineUpdate.start, EngineUpdate.finish = start, finish  # type: ignore[method-assign]
-    return {"stats": stats, "starts": starts, "states": states, "crossed": crossed}
+        EngineUpdate.start, EngineUpdate.send, EngineUpdate.finish = start, send, finish  # type: ignore[method-assign]
+    return {"stats": stats, "starts": starts, "states": states, "crossed": crossed, "digests": digests}
+
+
+def _digests(address: EngineAddress, update: Any) -> list[dict[str, str]]:
+    """Of every parameter and buffer of each of an engine's workers."""
+    from vime.backends.megatron_utils.update_weight.engine_update import EngineUpdate
+    from vime.backends.megatron_utils.update_weight.exchange import raise_first
+
+    asking = EngineUpdate(address, update._connection, 60.0)
+    asking.keep_digests()
+    asking.close()
+    raise_first([asking.failure])
+    return [answer["digests"] for answer in asking._digests]
 
 
 def over_nvlink() -> int | None:

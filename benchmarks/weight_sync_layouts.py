@@ -7,11 +7,12 @@
 Trainer ranks are stand-ins with parameters of the real names, shapes and cuts and random values; everything after that
 is the real thing: Gloo and NCCL groups, UpdateWeightFromTensor, HTTP, vLLM engines with our plug-in. The first update
 of every case proves itself: planned and bucketed path leave the same bytes in every parameter and buffer. Then two
-updates with a full check, and some with the sampled one, which are measured.
+updates with a full check, and some with the sampled one, which are measured, each after a rest. What the other paths
+leave is compared with what the planned one has left.
 
 Every layout meets one TP2 engine and two one-GPU engines. Processes see only their own GPU; then some cases again by
 the bucketed path, through NCCL, with processes that see both GPUs, in reversed order, and with expandable segments.
-Last, processes are killed in the middle of an update.
+Last, processes are killed while the workers of an engine copy.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 ENGINES = {"one TP2": ((0, 2),), "two of one GPU": ((0, 1), (1, 2))}
 TIMEOUT = 60.0
+_VICTIMS = {"one TP2": "worker", "two of one GPU": "engine"}  # each model's engines are started once
 
 
 VIEWS = (
@@ -148,6 +150,8 @@ def run_model(options: argparse.Namespace, model: str, folder: Path, table: Tabl
         views = VIEWS if options.device == "cuda" and "one TP2" in options.engines and not options.skip_views else ()
         for view in views:
             with bench.ranks(view) as ranks, engines.awake("one TP2"):
+                if not view.expandable:
+                    bench.case(ranks, "TP1, one GPU", "one TP2")
                 bench.case(ranks, "TP2", "one TP2")
         if not options.skip_kills:
             kills(bench)
@@ -165,6 +169,8 @@ class Bench:
     spec: ModelSpec
     engines: Engines
     table: Table
+    # (trainer, engines) -> by engine what the planned path has left there; weights depend on the trainer's layout only
+    left: dict[tuple[str, str], dict[int, list[dict[str, str]]]] = dataclasses.field(default_factory=dict)
 
     @contextmanager
     def ranks(self, view: View) -> Iterator[Ranks]:
@@ -193,6 +199,8 @@ class Bench:
         if errors:
             row["error"] = errors[0]
             log.warning("%s: %s", row, found[0].get("trace", errors[0]))
+        elif wrong := self._differing(layout, kind, found):
+            row["error"] = f"left other bytes than the planned path in {wrong}"
         else:
             row |= self._figures(found, addresses, slots)
             if transport != "planned":
@@ -202,6 +210,16 @@ class Bench:
         row["took"] = time.perf_counter() - started
         self.table.add(row)
         log.info("%s", row)
+
+    def _differing(self, layout: str, kind: str, found: list[Any]) -> str:
+        """Which worker holds other bytes than after the first case with these weights, which proved itself."""
+        digests = {index: workers for part in found for index, workers in part["digests"].items()}
+        first = self.left.setdefault((layout, kind), {})
+        for index, workers in digests.items():
+            for number, (mine, theirs) in enumerate(zip(workers, first.setdefault(index, workers), strict=True)):
+                if mine != theirs or not mine:
+                    return f"engine {index}, worker {number}"
+        return ""
 
     def _figures(
         self, found: list[Any], addresses: list[EngineAddress], slots: list[tuple[int, int]]
@@ -224,6 +242,7 @@ class Bench:
             "link": sum(worker["link"] for worker in workers),
             "crossed": found[0]["crossed"] / rounds if found[0]["crossed"] is not None else None,
             "worker": max(workers, key=lambda worker: worker["copy"] or 0.0),
+            "workers": workers,
         }
 
 
@@ -242,31 +261,33 @@ def _reads(states: list[dict[str, Any]], gpu: int, bandwidths: dict[str, float |
 
 
 def kills(bench: Bench) -> None:
-    """A worker, an engine's server, and a trainer rank end by SIGKILL while updates run one after the other."""
+    """A trainer rank whose memory is read over a link and from its own GPU, a worker, and an engine's server end by
+    SIGKILL while an engine's workers copy."""
     import psutil
 
-    for victim, kind in (("trainer rank", "one TP2"), ("worker", "one TP2"), ("engine", "two of one GPU")):
-        if kind not in bench.options.engines:
-            continue
+    cases = [(kind, victim) for kind in bench.options.engines for victim in ("trainer rank", _VICTIMS[kind])]
+    for kind, victim in cases:
         engines, config = bench.engines, bench.config
         with bench.ranks(View()) as ranks, engines.awake(kind):
             addresses = engines.addresses(kind)
-            ranks.start(2, sync, config, bench.spec, LAYOUTS["TP2"], addresses, 100000)
-            if not ranks.updating.wait(240):
-                raise TimeoutError("no update was seen")
-            server = psutil.Process(engines.process(kind).pid or 0)
+            supervisor = psutil.Process(engines.process(kind).pid or 0)
             if victim == "trainer rank":
                 pid = ranks.processes[1].pid or 0
             elif victim == "worker":
-                pid = max(server.children(recursive=True), key=lambda child: child.memory_info().rss).pid
+                pid = max(supervisor.children(recursive=True), key=lambda child: child.memory_info().rss).pid
             else:
+                (server,) = supervisor.children()
                 pid = server.pid
-            os.kill(pid, signal.SIGKILL)
+            ranks.start(2, sync, config, bench.spec, LAYOUTS["PP2"], addresses, 100000, 0.0)
+            if ranks.wait_updating(240):
+                time.sleep(bench.table.copy_seconds(bench.model, "PP2", kind) / 2)
+                os.kill(pid, signal.SIGKILL)
             killed = time.perf_counter()
             said = [ranks.result(rank, TIMEOUT + 60) for rank in range(2)]
             seconds = time.perf_counter() - killed
             errors = [part.get("error", "no error") if isinstance(part, dict) else str(part) for part in said]
-            bench.table.kills.append({"model": bench.model, "victim": victim, "seconds": seconds, "said": errors})
+            kill = {"model": bench.model, "victim": victim, "engine": kind, "seconds": seconds, "said": errors}
+            bench.table.kills.append(kill)
             log.info("%s", bench.table.kills[-1])
         bench.table.write()
 
@@ -290,6 +311,12 @@ class Table:
         self.rows.append(row)
         self.write()
 
+    def copy_seconds(self, model: str, trainer: str, engine: str) -> float:
+        """Of the slowest worker, in a case that was measured; else 0."""
+        case = {"model": model, "trainer": trainer, "engine": engine, "view": View().name}
+        found = [row["worker"]["copy"] for row in self.rows if case.items() <= row.items() and "worker" in row]
+        return found[0] if found else 0.0
+
     def write(self) -> None:
         self._path.write_text(self.text())
 
@@ -302,7 +329,8 @@ class Table:
             f"{self._device}, torch {torch.__version__}. Trainer ranks are stand-ins (parameters of the real names, "
             "shapes and cuts, random values). Every case was first proved equal, planned path and vLLM's "
             "own loading, in every byte of every parameter and buffer; then come two updates with the full check, and "
-            f"{self._rounds} with the sampled one, which are measured (median), each after {REST:.1f} s of rest.",
+            f"{self._rounds} with the sampled one, which are measured (median), each after {REST:.1f} s of rest. What "
+            "the other paths leave is compared with what the planned one has left; buckets are sent once.",
             "",
             f"Measured in the same run by torch's own copies, one way: {measured}. Predicted: local and link bytes of "
             "the slowest worker at these. Bytes over the link are of one update, all workers; counters also count the "
@@ -315,10 +343,11 @@ class Table:
             "",
         ]
         if self.kills:
-            lines += ["Killed in the middle of an update (TP2 trainer, deadline 60 s):", ""]
+            lines += ["Killed while workers copied (PP2 trainer, deadline 60 s):", ""]
             for kill in self.kills:
                 said = "; ".join(f"rank {rank}: {text[:300]}" for rank, text in enumerate(kill["said"]))
-                lines.append(f"- {kill['model']}, {kill['victim']}: after {kill['seconds']:.1f} s; {said}")
+                case = f"{kill['model']}, {kill['engine']}, {kill['victim']}"
+                lines.append(f"- {case}: after {kill['seconds']:.1f} s; {said}")
         return "\n".join(lines) + "\n"
 
     def _line(self, row: dict[str, Any]) -> str:

@@ -24,8 +24,8 @@ import torch
 from vime.weight_sync.arena import ArenaError, Handle
 
 KIND = "cuda_ipc"
-# A link that carries nothing for 50 ms sleeps, and takes 0.17 ms to wake: a tenth of what a small model's copy takes.
-# All links of a GPU take turns by address; places so far apart, in so many arenas, wake every one of them.
+# On an H200 a link that carries nothing for 50 ms sleeps, and takes 0.17 ms to wake: a tenth of a small model's copy.
+# All links of a GPU take turns by address: places so far apart, in the largest so many arenas, are enough.
 _APART, _MOST = 64 << 10, 4
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -226,10 +226,13 @@ class Receiver:
 
     # ------------------------------------------------------------------ update
 
-    def make_ready(self) -> None:
-        """An update is about to come: wake the links to other GPUs that it reads from."""
-        for arenas in self._far.values():
-            wake_links([self._arenas[source] for source in arenas if source in self._arenas])
+    def make_ready(self, moved: Collection[int] = ()) -> None:
+        """An update is about to come: wake the links to the GPUs that it will read from. ``moved``: ranks that may have
+        given up the memory that is mapped here; the update says where theirs is now."""
+        for rank, sources in self._far.items():
+            opened = [self._arenas[source] for source in sources if source in self._arenas and rank not in moved]
+            if opened:
+                wake_links(opened)
 
     @torch.no_grad()
     def update(self, version: int, moved: Mapping[int, RankInfo] | None = None) -> None:

@@ -1,8 +1,8 @@
 """A worker's conversation with the trainer, step by step, whatever engine the worker belongs to.
 
-``connect`` once, and ``open_channel`` where ranks send from other nodes; then per update ``start``, ``receive`` (once
-by plan, once per bucket, or once with a directory) and ``finish``. Whatever fails in between, ``abort`` and the next
-``start`` begin anew.
+``connect`` once, and ``open_channel`` where ranks send from other nodes; then per update ``start``, ``make_ready`` if
+it goes by plan, ``receive`` (once by plan, once per bucket, or once with a directory) and ``finish``. Whatever fails in
+between, ``abort`` and the next ``start`` begin anew.
 """
 
 from __future__ import annotations
@@ -156,8 +156,13 @@ class Session:
             connected.open_channel(self._channel, members)
 
     def start(self) -> None:
-        self._connected().make_ready()
+        """Begin an update; the version before is none any more."""
+        self._connected()
         self._version = self._updated_to = None
+
+    def make_ready(self, moved: list[int]) -> None:
+        """Do what takes time before weights can be read by plan, which come next: see Receiver.make_ready."""
+        self._connected().make_ready(moved)
 
     def receive(self, message: UpdateInfo) -> None:
         """Take the weights, or some of them.

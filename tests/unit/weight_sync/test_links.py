@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,7 +10,9 @@ from vime.weight_sync import receiver, session
 from vime.weight_sync.arena import Stamp, node_name
 from vime.weight_sync.arena_cuda import wake_links
 from vime.weight_sync.boxes import contiguous_strides, whole
+from vime.weight_sync.copy_cpu import CpuCopier
 from vime.weight_sync.receiver import Place, Receiver
+from vime.weight_sync.remote import Staging
 from vime.weight_sync.session import InitInfo, Session, UpdateInfo
 from vime.weight_sync.shard_map import ShardMap, describe_rank, merge, place
 
@@ -22,6 +22,9 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "layers.0.norm.weight": (8,),
     "norm.weight": (8,),
 }
+
+
+CPU = torch.device("cpu")
 
 
 class Trainer:
@@ -75,50 +78,46 @@ def test_links_to_the_gpus_that_are_read_from_and_no_other(woken: list[list[int]
     assert worker.model.digests() == loaded(SHAPES, trainer.tensors, 0, 1).digests()
 
 
-def test_memory_that_is_not_mapped_any_more_wakes_nothing(woken: list[list[int]]) -> None:
-    trainer = Trainer(list(SHAPES))
-    worker = trainer.worker("GPU-1")
+def test_memory_that_may_be_gone_is_not_read(woken: list[list[int]]) -> None:
+    """Whoever moves or frees parameters says so with the update, and links are woken before that."""
+    names = list(SHAPES)
+    trainer = Trainer(names[:2], names[2:])
+    worker = trainer.worker("GPU-9")
+    worker.make_ready(moved=[1])
+    assert woken == [sizes(trainer, 0)]
     worker.release()
     worker.make_ready()
-    assert woken == [[]]
+    assert len(woken) == 1
     worker.update(1, trainer.shards.ranks)
     worker.make_ready()
-    assert woken[1:] == [sizes(trainer, 0)]
+    assert woken[1:] == [sizes(trainer, 0), sizes(trainer, 1)]
 
 
-def test_when_an_update_starts_and_before_anything_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_update_has_started_and_before_it_brings_anything(
+    woken: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The host has something else to do between the two, and the links are awake by then."""
-    done: list[str] = []
-    update = Receiver.update
-
-    def copy(self: Receiver, *args: Any) -> None:
-        done.append("copy")
-        update(self, *args)
-
-    def wake(arenas: list[torch.Tensor]) -> None:
-        done.append(f"wake {len(arenas)}")
-
-    monkeypatch.setattr(Receiver, "update", copy)
-    monkeypatch.setattr(receiver, "wake_links", wake)
     trainer = Trainer(list(SHAPES))
-
-    class OnGpuOne(Place):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args[:5], gpu="GPU-1")
-
-    monkeypatch.setattr(session, "Place", OnGpuOne)
-    worker = Session(ToyModel(SHAPES), 0, torch.device("cpu"))
+    monkeypatch.setattr(session, "device_uuid", lambda device: "GPU-1")
+    monkeypatch.setattr(receiver, "make_copier", lambda program, device, replay=False: CpuCopier(program))
+    worker = Session(ToyModel(SHAPES), 0, CPU)
+    worker.device = torch.device("cuda")  # by name: nothing is put there
+    monkeypatch.setattr(receiver, "Staging", lambda parts, where, check, *_: Staging(parts, where, check, CPU))
     worker.connect(InitInfo("first", 0, [0], ["cpu-0"], "full", trainer.shards.to_json()))
     for version in (1, 2):
         trainer.stamps[0].set(version)
+        woken.clear()
         worker.start()
+        assert woken == []  # not for buckets: they come another way
+        worker.make_ready([])
+        assert woken == [sizes(trainer, 0)]
         worker.receive(UpdateInfo(version))
         worker.finish()
-    assert done == ["wake 4", "copy", "wake 4", "copy"]
+        assert woken == [sizes(trainer, 0)]
 
 
 def test_little_is_read_however_many_and_large_the_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine waits for it before its first update: twenty thousand arenas are twenty thousand launches."""
+    """Every update waits until it is enqueued: twenty thousand arenas would be twenty thousand launches."""
     read: list[tuple[int, int]] = []
 
     def note(self: torch.Tensor) -> torch.Tensor:
@@ -126,10 +125,9 @@ def test_little_is_read_however_many_and_large_the_arenas(monkeypatch: pytest.Mo
         return self
 
     monkeypatch.setattr(torch.Tensor, "any", note)
-    mib = torch.empty(256 << 20, dtype=torch.uint8)  # never written, so it takes no memory
-    wake_links([mib[:100], *(mib[: number << 20] for number in (3, 1, 256, 2, 64, 4))])
-    assert read == [(number << 4, 64 << 10) for number in (256, 64, 4, 3)]
+    memory = torch.empty(256 << 20, dtype=torch.uint8)  # never written, so it takes none
+    wake_links([memory[:100], *(memory[: mib << 20] for mib in (3, 1, 256, 2, 64, 4))])
+    assert read == [(mib << 4, 64 << 10) for mib in (256, 64, 4, 3)]
     read.clear()
-    wake_links([mib[:100]])
+    wake_links([memory[:100]])
     assert [count for count, _ in read] == [1]
-    wake_links([])

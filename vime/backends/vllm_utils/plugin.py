@@ -41,12 +41,15 @@ class WorkerExtension:
         """Connection, plan, and how the last update went: Session.state."""
         return _answer(self, token, "state", self.weight_transfer_engine.session.state)
 
-    def vime_start_weight_update(self, token: str) -> dict[str, Any]:
-        """vLLM's own start_weight_update, after the end of an update that somebody has left open."""
+    def vime_start_weight_update(self, token: str, moved: list[int] | None = None) -> dict[str, Any]:
+        """vLLM's own start_weight_update, after the end of an update that somebody has left open. ``moved``: for one by
+        plan, the ranks whose memory is not where it was before."""
 
         def start() -> dict[str, Any]:
             _abort(self, leave=False)
             self.start_weight_update()
+            if moved is not None:
+                self.weight_transfer_engine.session.attempt("make_ready", moved)
             return {"failure": self.weight_transfer_engine.session.failure}
 
         return _answer(self, token, "start", start)

@@ -123,6 +123,7 @@ def test_a_worker_killed_in_the_middle_of_an_update_ends_its_engine_and_a_new_on
         mortal.process.terminate(grace=0)
     assert (error.phase, error.engines) == ("update", (0,))
     assert error.where == f"engine 0 ({mortal.url})"
+    assert error.cause.endswith("one of its processes has died, its log says which")  # vLLM itself says "cancelled"
     assert tokens(engine) != expected
     trainer.update.connect_rollout_engines([EngineAddress(0, engine.url, 1, Slot(0, 1))])
     trainer.update.update_weights(3, only=[0])
@@ -214,8 +215,8 @@ def test_two_trainers_do_not_update_one_engine_at_once(engine: TinyEngine) -> No
     expected = tokens(engine)
     start = EngineUpdate.start
 
-    def start_twice(self: Any) -> None:
-        start(self)
+    def start_twice(self: Any, *args: Any) -> None:
+        start(self, *args)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(EngineUpdate, "start", start)
             second.update.update_weights(42)

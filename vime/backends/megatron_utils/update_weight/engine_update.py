@@ -9,7 +9,7 @@ import contextlib
 import functools
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Concatenate, ParamSpec, TypeAlias
 
@@ -19,7 +19,7 @@ from vime.errors import EngineError, WeightSyncError
 from vime.types import EngineAddress
 
 State = dict[str, Any]  # what a worker says of itself (weight_transfer.py)
-_ABORT_SECONDS = 10.0
+_ABORT_SECONDS, _HEALTH_SECONDS = 10.0, 2.0
 
 
 P = ParamSpec("P")
@@ -116,9 +116,10 @@ class EngineUpdate:
         self._client.pause("wait", timeout=self._left())
 
     @_step("start")
-    def start(self) -> None:
-        """Open an update; one that somebody has left open ends."""
-        self._workers("vime_start_weight_update")
+    def start(self, moved: Collection[int] | None = None) -> None:
+        """Open an update; one that somebody has left open ends. ``moved``: of one by plan, the ranks whose new arenas
+        the workers have not been told yet."""
+        self._workers("vime_start_weight_update", None if moved is None else sorted(moved))
 
     @_step("update")
     def send(self, message: dict[str, Any]) -> None:
@@ -172,6 +173,8 @@ class EngineUpdate:
         if isinstance(error, WeightSyncError):
             value["cause"] = f"{error.where}: {error.cause}"
         value["cause"] = value["cause"].removeprefix(f"{self}: ")  # an EngineError begins with whose it is
+        if isinstance(error, EngineError) and self._has_died():
+            value["cause"] += "; one of its processes has died, its log says which"
         self.failure = value | {"where": str(self), "engines": [self.address.index]}
 
     def abort(self) -> None:
@@ -204,6 +207,14 @@ class EngineUpdate:
             if answer["failure"] is not None:
                 raise WeightSyncError(**answer["failure"])
         return [answer for answer in answers if isinstance(answer, dict)]
+
+    def _has_died(self) -> bool:
+        """What vLLM says of a call during which one of its processes dies is, for instance, "cancelled"."""
+        try:
+            self._client.health(timeout=_HEALTH_SECONDS)
+        except EngineError as error:
+            return error.unreachable or error.status == 503
+        return False
 
     def _left(self) -> float:
         """Seconds to the deadline; never none at all, so that a call that comes too late names itself."""

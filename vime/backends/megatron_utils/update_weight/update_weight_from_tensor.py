@@ -338,12 +338,13 @@ class UpdateWeightFromTensor:
 
     def _begin(self, update: EngineUpdate, version: int, by_plan: set[int], by_bucket: set[int]) -> None:
         index = update.address.index
+        untold = self._engines[index].untold
         update.pause()
-        update.start()
+        update.start(untold if index in by_plan else None)
         if index in by_plan and index in by_bucket:  # both: the proof
             update.poison()
         if index in by_plan:
-            update.send({"version": version, "moved": list(self._engines[index].untold.values())})
+            update.send({"version": version, "moved": list(untold.values())})
         if index in by_plan and index in by_bucket:
             update.finish(version)
             update.keep_digests()

@@ -143,9 +143,9 @@ def serves_before_its_sync(me: Rank) -> Undo:
     """S11: what is asked of the replaced engine meanwhile is answered with the weights it was started with."""
     start = engine_update.EngineUpdate.start
 
-    def resume_and_start(self: Any) -> None:
+    def resume_and_start(self: Any, *args: Any) -> None:
         self.resume()
-        start(self)
+        start(self, *args)
 
     return _replace(engine_update.EngineUpdate, "start", resume_and_start)
 

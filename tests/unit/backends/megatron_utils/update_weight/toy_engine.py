@@ -174,6 +174,8 @@ class _Server:
             session.abort()
             self.active[rank] = False
             self._start(rank)
+            if args[0] is not None:
+                session.attempt("make_ready", args[0])
             return {"failure": session.failure}
         elif method == "vime_update_weights":
             if not self.active[rank]:
