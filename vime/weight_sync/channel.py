@@ -89,15 +89,18 @@ class Channel:
             raise RuntimeError("the channel is closed")
         return self._open
 
-    def send(self, tensor: torch.Tensor, to: int) -> None:
-        """Send a contiguous tensor; returns when its memory may be used again."""
-        self._finish(self._group.send([tensor], to, 0))
+    def begin_send(self, tensor: torch.Tensor, to: int) -> dist.Work:
+        """Send a contiguous tensor, after what is enqueued for it now. Its memory belongs to the message until
+        :meth:`finish`; messages between the same two pass in the order in which they were begun."""
+        return self._group.send([tensor], to, 0)
 
-    def receive(self, tensor: torch.Tensor, origin: int) -> None:
-        """Fill a contiguous tensor with what ``origin`` sends; returns when it has come."""
-        self._finish(self._group.recv([tensor], origin, 0))
+    def begin_receive(self, tensor: torch.Tensor, origin: int) -> dist.Work:
+        """Fill a contiguous tensor with what ``origin`` sends, after what is enqueued for it now. Its memory belongs to
+        the message until :meth:`finish`."""
+        return self._group.recv([tensor], origin, 0)
 
-    def _finish(self, message: dist.Work) -> None:
+    def finish(self, message: dist.Work) -> None:
+        """Return when a message that was begun has passed."""
         if self.device.type == "cuda":
             started = time.monotonic()
             while not message.is_completed():
@@ -108,6 +111,14 @@ class Channel:
                     raise RuntimeError(f"a message has not passed within {self._timeout:g} s")
                 time.sleep(0 if waited < _SPIN else _LOOK)  # 0: other threads send meanwhile
         message.wait()  # on a GPU for nothing: it has passed
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Send a contiguous tensor; returns when its memory may be used again."""
+        self.finish(self.begin_send(tensor, to))
+
+    def receive(self, tensor: torch.Tensor, origin: int) -> None:
+        """Fill a contiguous tensor with what ``origin`` sends; returns when it has come."""
+        self.finish(self.begin_receive(tensor, origin))
 
     def send_bytes(self, data: bytes, to: int) -> None:
         """Send a message whose length the other side does not know."""

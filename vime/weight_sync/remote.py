@@ -5,7 +5,9 @@ A worker knows from its plan what it wants from which rank. It cuts that into *c
 which it will apply them, and tells each rank its own chunks when their channel opens (:func:`to_request`). From then on
 nothing needs to be said: at every update each rank sends its chunks in order, one stream per worker, and the worker
 takes them in its order. A stream waits for its own worker only, so no two of them can wait for each other (on a GPU
-thanks to channel.py, which keeps the waiting off the device).
+thanks to channel.py, which keeps the waiting off the device). Either end has two buffers: while a message is on the
+way, the next one is packed and the one before taken out. But no message begins before the one before it has passed: it
+would stand in one of the GPU's few hardware queues, and what comes after it there would wait as well.
 
 Every chunk ends in a trailer: the version of the weights in it, and a checksum of the bytes before.
 """
@@ -13,11 +15,13 @@ Every chunk ends in a trailer: the version of the weights in it, and a checksum 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from vime.errors import WeightSyncError
 from vime.weight_sync.boxes import contiguous_strides
@@ -28,7 +32,7 @@ from vime.weight_sync.copier import Copier, make_copier
 from vime.weight_sync.program import Copy, CopyProgram, Source
 
 STAGING = -1  # instead of an arena's number: the staging arena, as what it holds came from a rank
-MOST_BYTES = 64 << 20  # of a chunk: long enough for a network's full speed, short enough for a buffer per worker
+MOST_BYTES = 64 << 20  # of a chunk: long enough for a network's full speed, short enough for two buffers per worker
 
 _ALIGNMENT = 16  # the widest unit of the copy kernel
 _TRAILER = 16  # version and checksum, int64 each
@@ -170,9 +174,9 @@ class Sender:
         self._channel, self._member, self._check = channel, member, check
         parts = from_request(channel.receive_bytes(member), rank)
         self._parts = [(part.num_bytes, make_copier(CopyProgram(part.reads, []), channel.device)) for part in parts]
-        self._buffer = _buffer(parts, channel.device)
+        self._buffers = _buffers(parts, channel.device)
         dtypes = {read.param for part in parts for read in part.reads}
-        self._views = {name: self._buffer.view(getattr(torch, name)) for name in dtypes}
+        self._views = [{name: buffer.view(getattr(torch, name)) for name in dtypes} for buffer in self._buffers]
 
     @torch.no_grad()
     def serve(self, version: int, arenas: Mapping[Source, torch.Tensor]) -> None:
@@ -181,18 +185,24 @@ class Sender:
         Raises:
             RuntimeError: the worker has gone, or did not take one in time.
         """
-        for num_bytes, copier in self._parts:
-            copier.bind(arenas, self._views)
-            copier.run()
-            _trailer(self._buffer, num_bytes).copy_(_seal(self._buffer[:num_bytes], version, self._check))
-            self._channel.send(self._buffer[: num_bytes + _TRAILER], self._member)
+        with _messages() as on_the_way:
+            for number, (num_bytes, copier) in enumerate(self._parts):
+                buffer = self._buffers[number % 2]
+                copier.bind(arenas, self._views[number % 2])
+                copier.run()
+                _trailer(buffer, num_bytes).copy_(_seal(buffer[:num_bytes], version, self._check))
+                if on_the_way:
+                    self._channel.finish(on_the_way.pop())
+                on_the_way.append(self._channel.begin_send(buffer[: num_bytes + _TRAILER], self._member))
+            if on_the_way:
+                self._channel.finish(on_the_way.pop())
 
 
 # ---------------------------------------------------------------- receiving
 
 
 class Staging:
-    """A worker's staging arena, through which all its chunks pass, one after the other.
+    """A worker's staging arenas, through which all its chunks pass, in turns.
 
     Args:
         stages: the copies from other nodes, in groups that are applied together.
@@ -216,7 +226,7 @@ class Staging:
         self._copiers = [
             [make_copier(CopyProgram(chunk.writes, []), device) for chunk in stage] for stage in self._chunks
         ]
-        self._buffer: torch.Tensor | None = None
+        self._buffers: list[torch.Tensor] = []
         self._channel: Channel | None = None
 
     @property
@@ -228,7 +238,7 @@ class Staging:
         """Tell every rank what it is to send. ``members``: rank -> its number in the channel."""
         self._channel, self._members = channel, members
         parts = [chunk for stage in self._chunks for chunk in stage]
-        self._buffer = _buffer(parts, self._device)
+        self._buffers = _buffers(parts, self._device)
         for rank in self.ranks:
             channel.send_bytes(to_request([chunk for chunk in parts if chunk.rank == rank]), members[rank])
 
@@ -243,21 +253,45 @@ class Staging:
         Raises:
             WeightSyncError: a rank has gone or is late, sends another version, or its bytes have changed on the way.
         """
+        coming = list(self._chunks[stage])
+        if coming and self._channel is None:
+            raise WeightSyncError("copy", self._place, f"has no channel to trainer rank {coming[0].rank}")
         checks = []
-        for chunk, copier in zip(self._chunks[stage], self._copiers[stage], strict=True):
-            copier.bind({(chunk.rank, STAGING): self._take(chunk, version)}, params)
-            copier.run()
-            checks.append((copier, copier.check(self._check, version)))
+        with _messages() as on_the_way:
+            for number, (chunk, copier) in enumerate(zip(coming, self._copiers[stage], strict=True)):
+                if number == 0:
+                    on_the_way.append(self._begin(chunk, self._buffers[0]))
+                self._finish(chunk, on_the_way.pop())
+                if number + 1 < len(coming):  # into the buffer that has been taken out, and compared, before this one
+                    on_the_way.append(self._begin(coming[number + 1], self._buffers[(number + 1) % 2]))
+                buffer = self._buffers[number % 2]
+                self._look_at(chunk, buffer, version)
+                copier.bind({(chunk.rank, STAGING): buffer}, params)
+                copier.run()
+                checks.append((copier, copier.check(self._check, version)))
         return checks
 
-    def _take(self, chunk: Chunk, version: int) -> torch.Tensor:
-        where, buffer = f"trainer rank {chunk.rank}", self._buffer
-        if self._channel is None or buffer is None:
-            raise WeightSyncError("copy", self._place, f"has no channel to {where}")
+    def _begin(self, chunk: Chunk, buffer: torch.Tensor) -> dist.Work:
+        assert self._channel is not None
+        with self._naming(chunk):
+            return self._channel.begin_receive(buffer[: chunk.num_bytes + _TRAILER], self._members[chunk.rank])
+
+    def _finish(self, chunk: Chunk, message: dist.Work) -> None:
+        assert self._channel is not None
+        with self._naming(chunk):
+            self._channel.finish(message)
+
+    @contextmanager
+    def _naming(self, chunk: Chunk) -> Iterator[None]:
         try:
-            self._channel.receive(buffer[: chunk.num_bytes + _TRAILER], self._members[chunk.rank])
+            yield
         except RuntimeError as error:
-            raise WeightSyncError("copy", self._place, f"{where} did not send its weights: {error}") from error
+            cause = f"trainer rank {chunk.rank} did not send its weights: {error}"
+            raise WeightSyncError("copy", self._place, cause) from error
+
+    def _look_at(self, chunk: Chunk, buffer: torch.Tensor, version: int) -> None:
+        """Refuse another version, and bytes that have changed on the way."""
+        where = f"trainer rank {chunk.rank}"
         sent = _trailer(buffer, chunk.num_bytes).tolist()
         if sent[0] != version:
             raise WeightSyncError("version", self._place, f"{where} sends version {sent[0]}, expected {version}")
@@ -265,7 +299,6 @@ class Staging:
             first = chunk.writes[0]
             cause = f"{chunk.num_bytes} bytes from {where}, of {first.tensor} and others, arrived changed"
             raise WeightSyncError("checksum", self._place, cause)
-        return buffer
 
     def forget_params(self, stage: int) -> None:
         """Keep no parameter of a stage alive."""
@@ -281,12 +314,23 @@ class Staging:
         """Leave the channel; ranks that are sending to it stop."""
         if self._channel is not None:
             self._channel.close()
-        self._channel = self._buffer = None
+        self._channel, self._buffers = None, []
 
 
-def _buffer(parts: Sequence[Chunk], device: torch.device) -> torch.Tensor:
+@contextmanager
+def _messages() -> Iterator[list[dist.Work]]:
+    """The message that has begun and not passed, if there is one. After an error nobody waits for it, and it may not be
+    kept: a Gloo channel is open, and the other side waits, as long as it lives (in the error's traceback, say)."""
+    begun: list[dist.Work] = []
+    try:
+        yield begun
+    finally:
+        begun.clear()
+
+
+def _buffers(parts: Sequence[Chunk], device: torch.device) -> list[torch.Tensor]:
     size = max((part.num_bytes for part in parts), default=0) + _TRAILER
-    return torch.zeros(size, dtype=torch.uint8, device=device)
+    return [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
 
 
 def _trailer(buffer: torch.Tensor, num_bytes: int) -> torch.Tensor:

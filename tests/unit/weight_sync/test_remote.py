@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.unit.weight_sync.toy import LoadFormatTensors, ToyModel, in_arena, loaded, random_tensors, whole_map
 from vime.errors import WeightSyncError
+from vime.weight_sync import copy_cpu
 from vime.weight_sync.arena import Stamp, arena_of
 from vime.weight_sync.channel import Channel, Meeting
 from vime.weight_sync.copy_cpu import source_view, target_view
@@ -158,7 +159,8 @@ def test_another_version_is_refused_and_a_new_channel_begins_anew() -> None:
     pair = Pair()
     with pytest.raises(WeightSyncError, match="trainer rank 0 sends version 1, expected 2"):
         pair.update(2, sent=1)
-    assert isinstance(pair.failure, RuntimeError)  # the worker left, and the rank that was sending heard of it
+    assert isinstance(pair.failure, RuntimeError)  # the worker left, and the rank that was sending heard of it at once
+    assert "Timed out" not in str(pair.failure)
     with pytest.raises(WeightSyncError, match="no channel"):
         pair.update(2)
     pair.meet()
@@ -168,16 +170,18 @@ def test_another_version_is_refused_and_a_new_channel_begins_anew() -> None:
 
 def test_a_flipped_bit_on_the_way_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair()
-    send = Channel.send
+    send = Channel.begin_send
 
-    def flip_and_send(self: Channel, tensor: torch.Tensor, to: int) -> None:
+    def flip_and_send(self: Channel, tensor: torch.Tensor, to: int) -> Any:
         tensor[tensor.numel() // 2] ^= 4
-        send(self, tensor, to)
+        return send(self, tensor, to)
 
-    monkeypatch.setattr(Channel, "send", flip_and_send)
+    monkeypatch.setattr(Channel, "begin_send", flip_and_send)
     with pytest.raises(WeightSyncError, match=r"bytes from trainer rank 0, of .* arrived changed") as error:
         pair.update(1)
     assert error.value.phase == "checksum"
+    assert isinstance(pair.failure, RuntimeError)
+    assert "Timed out" not in str(pair.failure)
 
 
 def test_a_rank_that_goes_is_named() -> None:
@@ -194,3 +198,88 @@ def test_meetings_listen_where_they_are_told_only() -> None:
     meeting = Meeting("127.0.0.1", 10)
     (listening,) = [c for c in psutil.Process().net_connections() if c.laddr and c.laddr.port == meeting.address[1]][:1]
     assert listening.laddr.ip == "127.0.0.1"
+
+
+class Slow:
+    """One end of a channel that passes a message only when somebody waits for it; and what happens there, in order."""
+
+    device = CPU
+
+    def __init__(self, end: str) -> None:
+        self.end, self.happened = end, []
+        self.begun: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # memory of messages, and what was in it when they began
+        self.sent: list[torch.Tensor] = []
+        self.request = b""
+
+    def send_bytes(self, data: bytes, to: int) -> None:
+        self.request = data
+
+    def receive_bytes(self, origin: int) -> bytes:
+        return self.request
+
+    def begin_send(self, tensor: torch.Tensor, to: int) -> int:
+        assert all(tensor.data_ptr() != other.data_ptr() for other, _ in self.begun)
+        self.happened.append("begin")
+        self.begun.append((tensor, tensor.clone()))
+        return len(self.happened)
+
+    def begin_receive(self, tensor: torch.Tensor, origin: int) -> int:
+        tensor.fill_(0xAA)  # from now on anything may be there
+        return self.begin_send(tensor, origin)
+
+    def finish(self, message: Any) -> None:
+        self.happened.append("finish")
+        tensor, before = self.begun.pop(0)
+        assert torch.equal(tensor, before), "memory that belonged to a message was written to"
+        if self.end == "rank":
+            self.sent.append(before)
+        else:
+            tensor.copy_(self.sent.pop(0))
+
+    def close(self) -> None:
+        pass
+
+
+def test_while_a_message_is_on_the_way_the_next_is_packed_and_the_one_before_taken_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And none begins before the one before it has passed, nor is memory touched that belongs to a message."""
+    tensors = in_arena(random_tensors(SHAPES, 0))
+    model = ToyModel(SHAPES, 0, 1, packed="")  # one stage
+    session = Session(model, 0, CPU)
+    shards = whole_map(tensors, Stamp(), node="elsewhere")
+    session.connect(InitInfo("c", 0, [], ["cpu-0"], "full", shards.to_json(), most_bytes=512))
+    made: Any = session._receiver
+    rank, worker = Slow("rank"), Slow("worker")
+    made.open_channel(worker, {0: 0})
+    rank.request = worker.request
+    sender = Sender(rank, 1, 0, "full")  # pyright: ignore[reportArgumentType]
+    count = len(from_request(worker.request, 0))
+    assert count > 5
+    run, check, at = copy_cpu.CpuCopier.run, copy_cpu.CpuCopier.check, [rank]
+
+    def note(self: copy_cpu.CpuCopier) -> None:
+        at[-1].happened.append("copy")
+        run(self)
+
+    def note_check(self: copy_cpu.CpuCopier, mode: str, version: int) -> Any:
+        at[-1].happened.append("check")
+        return check(self, mode, version)
+
+    monkeypatch.setattr(copy_cpu.CpuCopier, "run", note)
+    monkeypatch.setattr(copy_cpu.CpuCopier, "check", note_check)
+    sender.serve(1, {(0, 0): arena_of(next(iter(tensors.values())))[0].tensor})
+    assert rank.happened == ["copy", "begin"] + ["copy", "finish", "begin"] * (count - 1) + ["finish"]
+    worker.sent = rank.sent
+    at.append(worker)
+    session.start()
+    session.receive(UpdateInfo(1))
+    fills, middle, last = ["copy", "check"], ["finish", "begin", "copy", "check"], ["finish", "copy", "check"]
+    assert worker.happened == [*fills, "begin", *middle * (count - 1), *last]
+    expected = ToyModel(SHAPES, 0, 1, packed="")
+    expected.begin_load()
+    expected.load(tensors.items())
+    expected.end_load()
+    assert model.digests() == expected.digests()
