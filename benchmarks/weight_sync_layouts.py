@@ -199,7 +199,7 @@ class Bench:
         if errors:
             row["error"] = errors[0]
             log.warning("%s: %s", row, found[0].get("trace", errors[0]))
-        elif wrong := self._differing(layout, kind, found):
+        elif wrong := self._differing(layout, kind, transport == "planned", found):
             row["error"] = f"left other bytes than the planned path in {wrong}"
         else:
             row |= self._figures(found, addresses, slots)
@@ -211,12 +211,16 @@ class Bench:
         self.table.add(row)
         log.info("%s", row)
 
-    def _differing(self, layout: str, kind: str, found: list[Any]) -> str:
-        """Which worker holds other bytes than after the first case with these weights, which proved itself."""
-        digests = {index: workers for part in found for index, workers in part["digests"].items()}
+    def _differing(self, layout: str, kind: str, planned: bool, found: list[Any]) -> str:
+        """Which worker holds other bytes than after the first planned case with these weights, which proved itself."""
+        digests: dict[int, list[dict[str, str]]] = {}
+        for part in found:
+            digests |= part["digests"]
         first = self.left.setdefault((layout, kind), {})
+        if planned:
+            first.update({index: workers for index, workers in digests.items() if index not in first})
         for index, workers in digests.items():
-            for number, (mine, theirs) in enumerate(zip(workers, first.setdefault(index, workers), strict=True)):
+            for number, (mine, theirs) in enumerate(zip(workers, first.get(index, workers), strict=True)):
                 if mine != theirs or not mine:
                     return f"engine {index}, worker {number}"
         return ""
@@ -238,6 +242,7 @@ class Bench:
             "starts": sum(len(part["starts"]) for part in found) == rounds * len(addresses),
             "update": statistics.median(stat["seconds"] for stat in measured),
             "full": statistics.median(stat["seconds"] for stat in stats["full"]) if "full" in stats else None,
+            "call": statistics.median(stat.get("update_seconds", 0.0) for stat in measured),
             "bytes": sum(worker["local"] + worker["link"] for worker in workers),
             "link": sum(worker["link"] for worker in workers),
             "crossed": found[0]["crossed"] / rounds if found[0]["crossed"] is not None else None,
@@ -280,8 +285,10 @@ def kills(bench: Bench) -> None:
                 pid = server.pid
             ranks.start(2, sync, config, bench.spec, LAYOUTS["PP2"], addresses, 100000, 0.0)
             if ranks.wait_updating(240):
-                time.sleep(bench.table.copy_seconds(bench.model, "PP2", kind) / 2)
+                time.sleep(bench.table.call_seconds(bench.model, "PP2", kind) / 2)
                 os.kill(pid, signal.SIGKILL)
+            else:
+                victim += " (not killed: no update came)"
             killed = time.perf_counter()
             said = [ranks.result(rank, TIMEOUT + 60) for rank in range(2)]
             seconds = time.perf_counter() - killed
@@ -311,10 +318,10 @@ class Table:
         self.rows.append(row)
         self.write()
 
-    def copy_seconds(self, model: str, trainer: str, engine: str) -> float:
-        """Of the slowest worker, in a case that was measured; else 0."""
+    def call_seconds(self, model: str, trainer: str, engine: str) -> float:
+        """Of the call in which an engine's workers copy, in a case that was measured; else 0."""
         case = {"model": model, "trainer": trainer, "engine": engine, "view": View().name}
-        found = [row["worker"]["copy"] for row in self.rows if case.items() <= row.items() and "worker" in row]
+        found = [row["call"] for row in self.rows if case.items() <= row.items() and "call" in row]
         return found[0] if found else 0.0
 
     def write(self) -> None:
@@ -343,7 +350,8 @@ class Table:
             "",
         ]
         if self.kills:
-            lines += ["Killed while workers copied (PP2 trainer, deadline 60 s):", ""]
+            when = "half of the usual time after an engine's workers were told to copy"
+            lines += [f"Killed {when} (PP2 trainer, deadline 60 s):", ""]
             for kill in self.kills:
                 said = "; ".join(f"rank {rank}: {text[:300]}" for rank, text in enumerate(kill["said"]))
                 case = f"{kill['model']}, {kill['engine']}, {kill['victim']}"

@@ -130,7 +130,7 @@ class Session:
                 self.failure = {"phase": error.phase, "where": error.where, "cause": error.cause}
             else:
                 cause = f"{type(error).__name__}: {error}"
-                phase = "update" if step == "receive" else step
+                phase = {"receive": "update", "make_ready": "start"}.get(step, step)
                 self.failure = {"phase": phase, "where": f"worker {self.number}", "cause": cause}
 
     def connect(self, info: InitInfo) -> LoadPlan:

@@ -109,6 +109,8 @@ def test_after_an_update_has_started_and_before_it_brings_anything(
         woken.clear()
         worker.start()
         assert woken == []  # not for buckets: they come another way
+        worker.make_ready([0])
+        assert woken == []
         worker.make_ready([])
         assert woken == [sizes(trainer, 0)]
         worker.receive(UpdateInfo(version))

@@ -165,7 +165,7 @@ class EngineClient:
         payload = (body or {}) if verb == "POST" else None
         try:
             reply = self._session.request(
-                verb, self.url + path, params=query, json=payload, timeout=(CONNECT_TIMEOUT, seconds)
+                verb, self.url + path, params=query, json=payload, timeout=(min(CONNECT_TIMEOUT, seconds), seconds)
             )
         except requests.ConnectTimeout as error:
             raise self._error(call, "cannot connect", retryable=True, unreachable=True) from error

@@ -6,6 +6,10 @@ import importlib
 import importlib.metadata
 import subprocess
 import sys
+import types
+from typing import Any
+
+import pytest
 
 from vime.backends.vllm_utils import plugin
 from vime.backends.vllm_utils.weight_guard import MIDDLEWARE
@@ -40,6 +44,22 @@ def test_the_extension_does_not_clash_with_vllms_worker() -> None:
     ours = {name for name in dir(plugin.WorkerExtension) if not name.startswith("__")}
     assert not ours & set(dir(Worker))
     assert all(name.startswith("vime_") for name in ours)
+
+
+@pytest.mark.parametrize("moved", [None, [], [3, 4]])
+def test_links_are_woken_once_an_update_by_plan_has_started(
+    monkeypatch: pytest.MonkeyPatch, moved: list[int] | None
+) -> None:
+    done: list[Any] = []
+    session = types.SimpleNamespace(attempt=lambda *step: done.append(step), failure=None, number=0)
+
+    class Worker(plugin.WorkerExtension):
+        weight_transfer_engine = types.SimpleNamespace(session=session)
+        start_weight_update = staticmethod(lambda: done.append("start"))
+
+    monkeypatch.setattr(plugin, "_abort", lambda worker, leave: done.append("abort"))
+    assert Worker().vime_start_weight_update("token", moved) == {"token": "token", "failure": None}
+    assert done == ["abort", "start"] + ([] if moved is None else [("make_ready", moved)])
 
 
 def test_plugin_and_guard_import_neither_torch_nor_vllm() -> None:

@@ -123,7 +123,8 @@ def test_a_worker_killed_in_the_middle_of_an_update_ends_its_engine_and_a_new_on
         mortal.process.terminate(grace=0)
     assert (error.phase, error.engines) == ("update", (0,))
     assert error.where == f"engine 0 ({mortal.url})"
-    assert error.cause.endswith("one of its processes has died, its log says which")  # vLLM itself says "cancelled"
+    # Of itself vLLM says only that the call was cancelled.
+    assert "one of its processes has died" in error.cause or "nobody answers at its address any more" in error.cause
     assert tokens(engine) != expected
     trainer.update.connect_rollout_engines([EngineAddress(0, engine.url, 1, Slot(0, 1))])
     trainer.update.update_weights(3, only=[0])

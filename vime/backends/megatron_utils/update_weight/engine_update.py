@@ -19,7 +19,7 @@ from vime.errors import EngineError, WeightSyncError
 from vime.types import EngineAddress
 
 State = dict[str, Any]  # what a worker says of itself (weight_transfer.py)
-_ABORT_SECONDS, _HEALTH_SECONDS = 10.0, 2.0
+_ABORT_SECONDS, _HEALTH_SECONDS = 10.0, 1.0
 
 
 P = ParamSpec("P")
@@ -173,8 +173,8 @@ class EngineUpdate:
         if isinstance(error, WeightSyncError):
             value["cause"] = f"{error.where}: {error.cause}"
         value["cause"] = value["cause"].removeprefix(f"{self}: ")  # an EngineError begins with whose it is
-        if isinstance(error, EngineError) and self._has_died():
-            value["cause"] += "; one of its processes has died, its log says which"
+        if isinstance(error, EngineError):
+            value["cause"] += self._health()
         self.failure = value | {"where": str(self), "engines": [self.address.index]}
 
     def abort(self) -> None:
@@ -208,13 +208,17 @@ class EngineUpdate:
                 raise WeightSyncError(**answer["failure"])
         return [answer for answer in answers if isinstance(answer, dict)]
 
-    def _has_died(self) -> bool:
-        """What vLLM says of a call during which one of its processes dies is, for instance, "cancelled"."""
+    def _health(self) -> str:
+        """What is to be said of the engine after a call that failed. Of one during which a process of it dies, vLLM
+        says only "cancelled", for instance."""
         try:
             self._client.health(timeout=_HEALTH_SECONDS)
         except EngineError as error:
-            return error.unreachable or error.status == 503
-        return False
+            if error.status == 503:
+                return "; one of its processes has died, its log says which"
+            if error.unreachable:
+                return "; nobody answers at its address any more, its log may say why"
+        return ""
 
     def _left(self) -> float:
         """Seconds to the deadline; never none at all, so that a call that comes too late names itself."""

@@ -21,7 +21,7 @@ from vime.errors import VimeError, WeightSyncError
 from vime.weight_sync.arena import Stamp, open_arena
 from vime.weight_sync.shard_map import RankInfo
 
-_GRACE = 15.0  # seconds that a meeting waits beyond a phase's deadline: whoever ran into that one comes to say so
+_GRACE = 20.0  # seconds that a meeting waits beyond a phase's deadline: whoever ran into that one comes to say so
 _DYING = 2.0  # seconds for which a killed process may still be there after its connections have gone
 
 

@@ -40,7 +40,7 @@ def test_an_engines_first_failure_stays() -> None:
     update.fail(EngineError("its worker is out of memory"), "start")
     update.fail(WeightSyncError("update", "the trainer", "1 of its ranks could not fill a bucket"))
     assert update.failure is not None
-    cause = "its worker is out of memory; one of its processes has died, its log says which"  # nobody listens there
+    cause = "its worker is out of memory; nobody answers at its address any more, its log may say why"
     assert (update.failure["phase"], update.failure["cause"]) == ("start", cause)
 
 

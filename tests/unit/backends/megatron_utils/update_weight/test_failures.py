@@ -95,7 +95,7 @@ def test_an_engines_failure_reaches_every_rank_and_the_next_update_succeeds(rank
     assert errors[0]["phase"] == phase
     assert errors[0]["where"].startswith("engine 1 (http://")
     assert CAUSES[kind] in errors[0]["cause"]
-    assert ("one of its processes has died" in errors[0]["cause"]) == (kind == "killed")
+    assert ("nobody answers at its address any more" in errors[0]["cause"]) == (kind == "killed")
     assert errors[0]["engines"] == [1]
     for rank in found:
         assert rank["failed"]["seconds"] < (DEADLINE if kind == "late" else 60) + ABORT_SECONDS

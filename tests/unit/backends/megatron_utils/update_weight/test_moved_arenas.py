@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from tests.unit.backends.megatron_utils.update_weight.toy_engine import (
     fail_at,
     processes,
 )
+from vime.backends.megatron_utils.update_weight.engine_update import EngineUpdate
 from vime.models.layout import ParallelLayout
 from vime.types import EngineAddress, Slot
 from vime.weight_sync.arena import allocate, arena_of
@@ -34,6 +35,14 @@ def move(me: Rank) -> None:
 
 def _scenario(rank: int, addresses: list[EngineAddress], between: str) -> dict[str, Any]:
     me = Rank(rank, ParallelLayout(1, ep=1, etp=1))
+    started: dict[int, list[list[int] | None]] = {0: [], 1: []}
+    start = EngineUpdate.start
+
+    def note(self: EngineUpdate, moved: Collection[int] | None = None) -> None:
+        started[self.address.index].append(None if moved is None else sorted(moved))
+        start(self, moved)
+
+    EngineUpdate.start = note  # type: ignore[method-assign]  # in this rank's own process
     me.update.connect_rollout_engines(addresses)
     me.train(1)
     me.update.update_weights(1)
@@ -47,7 +56,9 @@ def _scenario(rank: int, addresses: list[EngineAddress], between: str) -> dict[s
         fail_at(addresses[1], "vime_update_weights", "no")
         assert "error" in attempt(me.update.update_weights, 2)
     me.train(3)
-    return {**attempt(me.update.update_weights, 3), "digests": [digests(address) for address in addresses]}
+    found = attempt(me.update.update_weights, 3)
+    attempt(me.update.update_weights, 4)
+    return {**found, "digests": [digests(address) for address in addresses], "started": started}
 
 
 @pytest.mark.parametrize("between", ["left out", "left out, connected again", "failed"])
@@ -56,3 +67,8 @@ def test_every_engine_hears_of_it(engines: Callable[..., ToyEngine], between: st
     (found,) = run_ranks(1, _scenario, addresses, between, context=processes())
     assert "error" not in found, found["error"]
     assert found["digests"] == [expected_digests(3, 1)] * 2
+    # Memory that may be gone is not read before the new place is told. An update by buckets, as the second half of the
+    # first, which is proven, reads none.
+    first, once = [[], None], [[0], [], []]
+    assert found["started"][0] == first + once
+    assert found["started"][1] == first + ([[0], *once[:-1]] if between == "failed" else once[:-1])
