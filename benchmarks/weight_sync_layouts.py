@@ -268,35 +268,47 @@ def _reads(states: list[dict[str, Any]], gpu: int, bandwidths: dict[str, float |
 def kills(bench: Bench) -> None:
     """A trainer rank whose memory is read over a link and from its own GPU, a worker, and an engine's server end by
     SIGKILL while an engine's workers copy."""
+    for kind in bench.options.engines:
+        for victim in ("trainer rank", _VICTIMS[kind]):
+            kill: dict[str, Any] = {"model": bench.model, "victim": victim, "engine": kind, "seconds": 0.0}
+            try:
+                kill |= _kill(bench, kind, victim)
+            except EngineError as error:  # it has not survived the one before
+                kill["said"] = [f"not killed: {error}"]
+            bench.table.kills.append(kill)
+            log.info("%s", kill)
+            bench.table.write()
+
+
+def _kill(bench: Bench, kind: str, victim: str) -> dict[str, Any]:
+    """``said`` by each rank, and after how many ``seconds``."""
+    with bench.ranks(View()) as ranks, bench.engines.awake(kind):
+        if victim == "trainer rank":
+            pid = ranks.processes[1].pid or 0
+        else:
+            pid = _process(bench.engines.process(kind).pid or 0, victim)
+        addresses = bench.engines.addresses(kind)
+        ranks.start(2, sync, bench.config, bench.spec, LAYOUTS["PP2"], addresses, 100000, 0.0)
+        came = ranks.wait_updating(240)
+        if came:
+            time.sleep(bench.table.call_seconds(bench.model, "PP2", kind) / 2)
+            os.kill(pid, signal.SIGKILL)
+        killed = time.perf_counter()
+        found = [ranks.result(rank, TIMEOUT + 60) for rank in range(2)]
+        seconds = time.perf_counter() - killed
+    said = [part.get("error", "no error") if isinstance(part, dict) else str(part) for part in found]
+    return {"seconds": seconds, "said": said if came else ["not killed, no update came", *said]}
+
+
+def _process(supervisor: int, which: str) -> int:
+    """An engine's "engine", which is its server, or its last "worker"."""
     import psutil
 
-    cases = [(kind, victim) for kind in bench.options.engines for victim in ("trainer rank", _VICTIMS[kind])]
-    for kind, victim in cases:
-        engines, config = bench.engines, bench.config
-        with bench.ranks(View()) as ranks, engines.awake(kind):
-            addresses = engines.addresses(kind)
-            supervisor = psutil.Process(engines.process(kind).pid or 0)
-            if victim == "trainer rank":
-                pid = ranks.processes[1].pid or 0
-            elif victim == "worker":
-                pid = max(supervisor.children(recursive=True), key=lambda child: child.memory_info().rss).pid
-            else:
-                (server,) = supervisor.children()
-                pid = server.pid
-            ranks.start(2, sync, config, bench.spec, LAYOUTS["PP2"], addresses, 100000, 0.0)
-            if ranks.wait_updating(240):
-                time.sleep(bench.table.call_seconds(bench.model, "PP2", kind) / 2)
-                os.kill(pid, signal.SIGKILL)
-            else:
-                victim += " (not killed: no update came)"
-            killed = time.perf_counter()
-            said = [ranks.result(rank, TIMEOUT + 60) for rank in range(2)]
-            seconds = time.perf_counter() - killed
-            errors = [part.get("error", "no error") if isinstance(part, dict) else str(part) for part in said]
-            kill = {"model": bench.model, "victim": victim, "engine": kind, "seconds": seconds, "said": errors}
-            bench.table.kills.append(kill)
-            log.info("%s", bench.table.kills[-1])
-        bench.table.write()
+    (server,) = psutil.Process(supervisor).children()
+    if which == "engine":
+        return server.pid
+    leaves = [child for child in server.children(recursive=True) if not child.children()]
+    return max(leaves, key=lambda child: child.memory_info().rss).pid  # others only look after resources
 
 
 # ---------------------------------------------------------------------------------------------------- table
