@@ -253,14 +253,14 @@ class Staging:
         Raises:
             WeightSyncError: a rank has gone or is late, sends another version, or its bytes have changed on the way.
         """
-        coming = list(self._chunks[stage])
+        coming = self._chunks[stage]
         if coming and self._channel is None:
             raise WeightSyncError("copy", self._place, f"has no channel to trainer rank {coming[0].rank}")
         checks = []
         with _messages() as on_the_way:
+            if coming:
+                on_the_way.append(self._begin(coming[0], self._buffers[0]))
             for number, (chunk, copier) in enumerate(zip(coming, self._copiers[stage], strict=True)):
-                if number == 0:
-                    on_the_way.append(self._begin(chunk, self._buffers[0]))
                 self._finish(chunk, on_the_way.pop())
                 if number + 1 < len(coming):  # into the buffer that has been taken out, and compared, before this one
                     on_the_way.append(self._begin(coming[number + 1], self._buffers[(number + 1) % 2]))

@@ -278,8 +278,4 @@ def test_while_a_message_is_on_the_way_the_next_is_packed_and_the_one_before_tak
     session.receive(UpdateInfo(1))
     fills, middle, last = ["copy", "check"], ["finish", "begin", "copy", "check"], ["finish", "copy", "check"]
     assert worker.happened == [*fills, "begin", *middle * (count - 1), *last]
-    expected = ToyModel(SHAPES, 0, 1, packed="")
-    expected.begin_load()
-    expected.load(tensors.items())
-    expected.end_load()
-    assert model.digests() == expected.digests()
+    assert model.digests() == loaded(SHAPES, tensors, packed="").digests()

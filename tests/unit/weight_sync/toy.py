@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import pytest
 
 VOCAB_MULTIPLE = 48
+PACKED = "qkv_proj|w13"
 _FUSED = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2)}
 _FUSED |= {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
 
@@ -72,7 +73,7 @@ class ToyModel:
         shapes: Mapping[str, tuple[int, ...]],
         rank: int = 0,
         size: int = 1,
-        packed: str = "qkv_proj|w13",
+        packed: str = PACKED,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.rank, self.size = rank, size
@@ -243,10 +244,14 @@ class LoadFormatTensors:
 
 
 def loaded(
-    shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor], rank: int = 0, size: int = 1
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, torch.Tensor],
+    rank: int = 0,
+    size: int = 1,
+    packed: str = PACKED,
 ) -> ToyModel:
     """The model after loading whole tensors by its own loader: what a sync must leave."""
-    model = ToyModel(shapes, rank, size)
+    model = ToyModel(shapes, rank, size, packed)
     model.begin_load()
     model.load(tensors.items())
     model.end_load()
