@@ -111,7 +111,7 @@ def test_check_says_all_that_is_wrong(words: list[str], capsys: pytest.CaptureFi
 def test_load_from_nothing_is_said(words: list[str], capsys: pytest.CaptureFixture[str], there: bool) -> None:
     if there:
         Path("run").mkdir()
-    assert cli.main(["check", *words, "--load", "run"]) == 0
+    assert cli.main(["check", *words, "--save", "run", "--load", "run"]) == 0
     state = "is empty" if there else "does not exist yet"
     assert f"run {state}: a fresh start from --hf-checkpoint" in capsys.readouterr().out
 

@@ -187,8 +187,14 @@ def _load(config: Config) -> Iterator[str]:
     if path is None:
         return
     folder = Path(path)
-    if not folder.exists():  # a fresh start, and the summary says so
-        return
+    if not folder.exists():
+        save = config.checkpoint.save
+        if save is None or Path(save).absolute() != folder.absolute():
+            yield (
+                f"--load {path}: no such directory. Only the one that --save names too may be missing: "
+                "it will hold what the next start continues from"
+            )
+        return  # a fresh start, and the summary says so
     if not folder.is_dir():
         yield f"--load {path}: not a directory"
     elif (folder / "config.json").is_file():

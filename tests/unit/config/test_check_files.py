@@ -140,7 +140,14 @@ def test_reference_as_torch_dist(problems: Problems, tmp_path: Path) -> None:
 def test_load_from_nothing_is_a_fresh_start(problems: Problems, tmp_path: Path, there: bool) -> None:
     if there:
         (tmp_path / "run" / "iter_0000001.tmp").mkdir(parents=True)  # an interrupted first save
-    assert problems(f"--save {tmp_path / 'run'} --load {tmp_path / 'run'}") == []
+    assert problems(f"--save {tmp_path / 'run'} --load {tmp_path / 'run'}/") == []
+
+
+@pytest.mark.parametrize("save", ["other", None])
+def test_load_from_nothing_that_nothing_will_be_saved_in(problems: Problems, tmp_path: Path, save: str | None) -> None:
+    given = f"--save {tmp_path / save}" if save else ""
+    (said,) = problems(f"{given} --load {tmp_path / 'mistyped'}")
+    assert said.startswith(f"--load {tmp_path / 'mistyped'}: no such directory")
 
 
 def test_load_from_something_else(problems: Problems, dense: str, tmp_path: Path) -> None:
