@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.known_weights import KnownWeights
 from benchmarks.weight_sync import make_parameters
-from vime.models.layout import ParallelLayout, checkpoint_tensors, pieces
+from vime.models.layout import ParallelLayout
 from vime.models.spec import ModelSpec
 from vime.types import EngineAddress
 
@@ -42,6 +43,7 @@ class View:
         return {"own": 0, "both": rank, "reversed": 1 - rank}[self.trainer]
 
 
+OWN = View()
 REST = 0.2  # seconds before an update that is measured: a training step takes longer, and links sleep after 50 ms
 _updating: Any = None  # Ranks.updating, in a rank's process
 
@@ -137,16 +139,15 @@ def sync(
 ) -> Any:
     """One case on one rank: connect, prove, two updates with the full check, and ``rounds`` with the sampled one, which
     are measured, each after ``rest`` seconds. By the bucketed path, which has no check, one update to become warm and
-    one that is measured. ``digests`` are of what the engines that this rank leads then hold."""
+    one that is measured. Every update brings other values than the one before, the last one always the same;
+    ``digests`` are of what the engines that this rank leads then hold."""
     from vime.backends.megatron_utils.update_weight import weight_update_class
     from vime.backends.megatron_utils.update_weight.connected import leader
     from vime.backends.megatron_utils.update_weight.engine_update import EngineUpdate
 
     layout = ParallelLayout(**{"ep": 1, "etp": sizes.get("tp", 1), **sizes})
-    torch.manual_seed(1)  # replicas hold the same
     params = make_parameters(spec, layout, device, rank)
-    if spec.tied:
-        _same_embedding(spec, layout, rank, params)
+    weights = KnownWeights(spec, layout, rank, params)
     starts: list[int] = []
     states: dict[int, list[list[dict[str, Any]]]] = {}  # engine -> after each measured update every worker's
     start, send, finish = EngineUpdate.start, EngineUpdate.send, EngineUpdate.finish
@@ -175,18 +176,22 @@ def sync(
             make = weight_update_class(config.weight_sync.update_weight_transport)
             update = make(config, spec, layout, rank, params, device)
             update.connect_rollout_engines(addresses)
+            last = 2 + count
             if check != "sampled":
+                weights.become(1 - last)
                 update.update_weights(1)
             for engine in update._engines.values():
                 engine.proven = True  # by the first update of all
             if planned:
+                weights.become(2 - last)
                 update.update_weights(2)
             starts.clear()
             states.clear()
             measuring = check != "full"
             before = over_nvlink() if rank == 0 else None
             stats[check] = []
-            for version in range(3, 3 + count):
+            for version in range(3, last + 1):
+                weights.become(version - last)
                 time.sleep(rest)
                 stats[check].append(update.update_weights(version))
             after = over_nvlink() if rank == 0 else None
@@ -219,18 +224,6 @@ def over_nvlink() -> int | None:
         return None
     received = [int(count) for count in re.findall(r"Rx:\s*(\d+)\s*KiB", said)]
     return 1024 * sum(received) if received else None
-
-
-def _same_embedding(spec: ModelSpec, layout: ParallelLayout, rank: int, params: dict[tuple[int, str], Any]) -> None:
-    """The first and the last pipeline stage have a copy each."""
-    name = next(name for name in checkpoint_tensors(spec) if "embed_tokens" in name)
-    first = next(iter(params.values()))
-    generator = torch.Generator(first.device).manual_seed(2)
-    whole = torch.empty(checkpoint_tensors(spec)[name], dtype=first.dtype, device=first.device)
-    whole.normal_(0, 0.02, generator=generator)
-    for piece in pieces(spec, layout, rank):
-        if piece.tensor == name:
-            piece.view(params[piece.chunk, piece.param]).copy_(whole[piece.slices])
 
 
 def link_bandwidth(rank: int, device: str) -> float | None:

@@ -81,6 +81,8 @@ def supervise(vllm_args: list[str], parent: int, scratch: Path, grace: float) ->
             if stop and status is None:
                 kill_at = now if kill_at else now + grace  # the second signal does not wait
                 os.kill(server.pid, signal.SIGTERM)
+        if status is not None and status > 128 and not kill_at:  # it can no longer say so itself
+            print(f"vime: this engine's server was ended by signal {status - 128}", file=sys.stderr, flush=True)
     finally:
         end_tree(scratch)
     return 128 + signal.SIGKILL if status is None else status

@@ -72,6 +72,7 @@ def test_taken_port_then_kill_of_the_server(process: EngineProcess, caplog: pyte
     with pytest.raises(EngineError) as caught:
         EngineClient(process.url).health()
     assert caught.value.unreachable
+    assert "vime: this engine's server was ended by signal 9\n" in process.log_path.read_text()
     process.terminate()
 
 
