@@ -255,6 +255,8 @@ class Bench:
             "crossed": found[0]["crossed"] / rounds if found[0]["crossed"] is not None else None,
             "worker": max(workers, key=lambda worker: worker["copy"] or 0.0),
             "workers": workers,
+            # For the log: how the last update went in every worker.
+            "seconds": [state["seconds"] for updates in states.values() for state in updates[-1]],
             "phases": [{name: round(value, 5) for name, value in stat.items()} for stat in measured],
         }
 

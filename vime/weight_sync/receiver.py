@@ -253,6 +253,7 @@ class Receiver:
         self._expect(version, "holds")
         opened = time.perf_counter()
         self._checks.clear()
+        self._staging.waited = 0.0
         self._copy(0, self._direct, self.model.direct(), version)
         copied = time.perf_counter()
         for stage, (layers, copier) in enumerate(self._stages, start=1):
@@ -269,6 +270,7 @@ class Receiver:
             "check": time.perf_counter() - staged,  # on a GPU: until everything enqueued above is done
             "copy": sum(copier.seconds for copier in ran),
             "compare": sum(copier.check_seconds for copier in ran),
+            "wait": self._staging.waited,  # for what is sent, in "direct" and "staged"
         }
         self.report.version, self.report.checked = version, self.check
 

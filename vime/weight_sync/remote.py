@@ -15,6 +15,7 @@ Every chunk ends in a trailer: the version of the weights in it, and a checksum 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -228,6 +229,7 @@ class Staging:
         ]
         self._buffers: list[torch.Tensor] = []
         self._channel: Channel | None = None
+        self.waited = 0.0  # seconds for messages, with nothing else to do; whoever reads it begins it anew
 
     @property
     def ranks(self) -> list[int]:
@@ -278,8 +280,10 @@ class Staging:
 
     def _finish(self, chunk: Chunk, message: dist.Work) -> None:
         assert self._channel is not None
+        started = time.perf_counter()
         with self._naming(chunk):
             self._channel.finish(message)
+        self.waited += time.perf_counter() - started
 
     @contextmanager
     def _naming(self, chunk: Chunk) -> Iterator[None]:

@@ -143,6 +143,8 @@ def test_updates_through_a_channel_leave_what_the_loader_would(check: str) -> No
         assert pair.failure is None
         assert pair.model.digests() == loaded(SHAPES, pair.tensors).digests()
         assert pair.session.state()["version"] == version
+        seconds = pair.session.state()["seconds"]
+        assert 0 < seconds["wait"] < seconds["direct"] + seconds["staged"]
     assert pair.session.state()["bytes_by_rank"] == {"0": sum(tensor.nbytes for tensor in pair.tensors.values())}
 
 
