@@ -28,23 +28,28 @@ class KnownWeights:
 
     Args:
         spec, layout, rank: what is held.
-        params: (chunk, name) -> parameter, of floating point; overwritten. Rows that pad the vocabulary are not.
+        params: (chunk, name) -> parameter, all of one floating point type; overwritten, with all that lies beside them
+            in the same memory. Rows that pad the vocabulary hold anything.
     """
 
     def __init__(
         self, spec: ModelSpec, layout: ParallelLayout, rank: int, params: Mapping[tuple[int, str], torch.Tensor]
     ) -> None:
-        self._params, self._state = params, 0
-        shapes = checkpoint_tensors(spec)
+        self._state, shapes = 0, checkpoint_tensors(spec)
         for piece in pieces(spec, layout, rank):
             _fill(piece, shapes[piece.tensor], piece.view(params[piece.chunk, piece.param]))
+        memory = {param.untyped_storage().data_ptr(): param for param in params.values()}
+        self._memory = [
+            torch.empty(0, dtype=_INTEGERS[param.itemsize], device=param.device).set_(param.untyped_storage())
+            for param in memory.values()
+        ]
 
     @torch.no_grad()
     def become(self, state: int) -> None:
         """Every value of one state (modulo 128) differs from its value in any other."""
         state &= _MANTISSA
-        for param in self._params.values():
-            param.view(_INTEGERS[param.itemsize]).bitwise_xor_(self._state ^ state)
+        for values in self._memory:
+            values.bitwise_xor_(self._state ^ state)
         self._state = state
 
 

@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -75,10 +76,12 @@ class Ranks:
             pass
         os.unlink(store.name)
         for rank in range(count):
-            self._pipes[rank].send((count, store.name, work, args))
+            with suppress(BrokenPipeError):  # it has died; result() says so
+                self._pipes[rank].send((count, store.name, work, args))
 
     def result(self, rank: int, timeout: float = 150.0) -> Any:
         if not self._pipes[rank].poll(timeout):
+            self.close()  # or its late answer would be taken for that of the next case
             return {"error": f"rank {rank} said nothing for {timeout:.0f} s"}
         try:
             return self._pipes[rank].recv()
@@ -139,8 +142,8 @@ def sync(
 ) -> Any:
     """One case on one rank: connect, prove, two updates with the full check, and ``rounds`` with the sampled one, which
     are measured, each after ``rest`` seconds. By the bucketed path, which has no check, one update to become warm and
-    one that is measured. Every update brings other values than the one before, the last one always the same;
-    ``digests`` are of what the engines that this rank leads then hold."""
+    one that is measured. Every update brings other values than any other of the case, the last one always the same;
+    ``digests`` are of what the engines that this rank leads then hold. What it leaves behind is NaN."""
     from vime.backends.megatron_utils.update_weight import weight_update_class
     from vime.backends.megatron_utils.update_weight.connected import leader
     from vime.backends.megatron_utils.update_weight.engine_update import EngineUpdate
@@ -176,7 +179,7 @@ def sync(
             make = weight_update_class(config.weight_sync.update_weight_transport)
             update = make(config, spec, layout, rank, params, device)
             update.connect_rollout_engines(addresses)
-            last = 2 + count
+            last = 2 + count + (64 if check == "full" else 0)  # what is last is state 0
             if check != "sampled":
                 weights.become(1 - last)
                 update.update_weights(1)
@@ -190,7 +193,7 @@ def sync(
             measuring = check != "full"
             before = over_nvlink() if rank == 0 else None
             stats[check] = []
-            for version in range(3, last + 1):
+            for version in range(3, 3 + count):
                 weights.become(version - last)
                 time.sleep(rest)
                 stats[check].append(update.update_weights(version))
@@ -210,6 +213,7 @@ def _digests(address: EngineAddress, update: Any) -> list[dict[str, str]]:
 
     asking = EngineUpdate(address, update._connection, 60.0)
     asking.keep_digests()
+    asking.poison()
     asking.close()
     raise_first([asking.failure])
     return [answer["digests"] for answer in asking._digests]

@@ -68,8 +68,8 @@ VIEWS = ((BOTH, "one TP2"), (OTHER, "one TP2"), (EXPANDABLE, "one TP2"), (OWN, R
 # Transport and victim; those of the 0.6B model only come first. What ends an engine comes last: they are started once.
 KILLS = {
     "one TP2": (
-        [("planned", "trainer rank 0"), ("bucketed", "trainer rank 1")],
-        [("planned", "trainer rank 1"), ("planned", "worker")],
+        [("planned", "trainer rank 1"), ("bucketed", "trainer rank 1")],
+        [("planned", "trainer rank 0"), ("planned", "worker")],
     ),
     "two of one GPU": ([("bucketed", "trainer rank 0")], [("planned", "trainer rank 1"), ("planned", "engine")]),
     REVERSED: ([("bucketed", "worker")], []),
@@ -98,8 +98,8 @@ class Engines:
             self._made[gpus].start()
         for process in self._made.values():
             process.wait_ready(600)
-            if device == "cuda":
-                EngineClient(process.url).sleep(2)
+        for process in self._made.values() if device == "cuda" else ():  # vLLM wants no other to allocate meanwhile
+            EngineClient(process.url).sleep(2)
 
     @contextmanager
     def awake(self, kind: str) -> Iterator[list[EngineAddress]]:
@@ -162,6 +162,7 @@ def run_model(options: argparse.Namespace, model: str, folder: Path, table: Tabl
                     bench.case(ranks, "TP1, one GPU", kind)
                 bench.case(ranks, "TP2", kind)
                 if kind == REVERSED and view is OWN:
+                    bench.case(ranks, "DP2", kind)  # each worker has a replica on its own GPU, not that of its number
                     bench.case(ranks, "TP2", kind, transport="bucketed")
         if not options.skip_kills:
             kills(bench)
@@ -348,6 +349,8 @@ def main() -> None:
     both.close()
     for model in options.models:
         run_model(options, model, folder, table)
+    table.finished = True
+    table.write()
     print(table.text())
     sys.exit(1 if table.broken() else 0)
 

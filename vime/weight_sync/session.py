@@ -7,7 +7,7 @@ between, ``abort`` and the next ``start`` begin anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -104,6 +104,7 @@ class Session:
         self.model, self.number, self.device = model, number, device
         self._info: InitInfo | None = None
         self._receiver: Receiver | None = None
+        self._neighbour: int | None = None  # the trainer rank on this worker's device
         self._loading = False
         self._updated_to: int | None = None  # the open update's version, once its weights are in
         self._version: int | None = None
@@ -136,14 +137,18 @@ class Session:
     def connect(self, info: InitInfo) -> LoadPlan:
         """Plan, and open the trainer's memory."""
         self.close()
+        shards, gpu = ShardMap.from_json(info.shards), self._gpu()
+        told = info.neighbours[self.number] if info.neighbours else None
+        neighbour = told if gpu is None else _neighbour(told, shards.on_gpu(gpu))
         spread = info.engine * len(info.devices) + self.number
-        neighbour = info.neighbours[self.number] if info.neighbours else spread
-        gpu = device_uuid(self.device) if self.device.type == "cuda" else None
-        place = Place(info.engine, self.number, neighbour, node_name(), info.maps, gpu)
+        place = Place(info.engine, self.number, spread if neighbour is None else neighbour, node_name(), info.maps, gpu)
         connected = Receiver(self.model, place, info.check, self.device, info.most_bytes)
-        plan = connected.connect(ShardMap.from_json(info.shards))
-        self._info, self._receiver = info, connected
+        plan = connected.connect(shards)
+        self._info, self._receiver, self._neighbour = info, connected, neighbour
         return plan
+
+    def _gpu(self) -> str | None:
+        return device_uuid(self.device) if self.device.type == "cuda" else None
 
     def open_channel(self, info: ChannelInfo) -> None:
         """Meet the ranks that send, and tell them what. Again, with all of them, after an update that failed."""
@@ -220,8 +225,8 @@ class Session:
 
     def state(self) -> dict[str, Any]:
         """JSON: this worker's ``node``, ``connection``, ``version`` (None while an update is open or after one that
-        failed), ``failure`` (its phase, where and cause), ``senders`` (ranks that must send to it), what was planned,
-        and of the last update the seconds per phase and bytes per rank."""
+        failed), ``failure`` (its phase, where and cause), ``senders`` (ranks that must send to it), ``neighbour`` (the
+        rank on its own device), what was planned, and of the last update the seconds per phase and bytes per rank."""
         if self._receiver is None or self._info is None:
             return {"node": node_name(), "connection": None, "failure": self.failure}
         plan = self._receiver.plan
@@ -229,6 +234,7 @@ class Session:
             **self._receiver.state(),
             "node": node_name(),
             "senders": self._receiver.senders,
+            "neighbour": self._neighbour,
             "connection": self._info.connection,
             "version": self._version,
             "failure": self.failure,
@@ -300,3 +306,9 @@ def read_directory(directory: str, device: torch.device) -> Iterator[tuple[str, 
         with safe_open(file, framework="pt", device=str(device)) as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 yield name, tensors.get_tensor(name)
+
+
+def _neighbour(told: int | None, here: Sequence[int]) -> int | None:
+    """The trainer rank on a worker's GPU. The trainer tells by the order of ranks and workers; where that is not the
+    order of their GPUs, ``here``, the ranks whose weights are seen to be there, knows better."""
+    return told if told in here else min(here, default=None)

@@ -123,6 +123,10 @@ class ShardMap:
         used = set(kept[:, 1].tolist())
         return replace(self, entries=kept, ranks={r: info for r, info in self.ranks.items() if r in used})
 
+    def on_gpu(self, gpu: str) -> list[int]:
+        """Ranks whose weights are on this physical GPU."""
+        return [info.rank for info in self.ranks.values() if any(handle.get("device") == gpu for handle in info.arenas)]
+
     def first_holders(self, rank: int) -> list[bool]:
         """For each of a rank's boxes, in its order: whether no lower rank holds the same box."""
         group = self._boxes()

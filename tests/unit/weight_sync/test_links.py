@@ -60,6 +60,22 @@ def woken(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return found
 
 
+@pytest.mark.parametrize("neighbours", [[], [0], [1], [2]])
+@pytest.mark.parametrize(("gpu", "near"), [("GPU-0", 0), ("GPU-1", 1), ("GPU-9", None)])
+def test_a_worker_reads_the_replica_on_its_own_gpu_whatever_it_is_told(
+    monkeypatch: pytest.MonkeyPatch, neighbours: list[int], gpu: str, near: int | None
+) -> None:
+    """The trainer goes by the order of ranks and workers, and that of GPUs can be another."""
+    trainer = Trainer(list(SHAPES), list(SHAPES), list(SHAPES))
+    monkeypatch.setattr(Session, "_gpu", lambda self: gpu)
+    session = Session(ToyModel(SHAPES), 0, CPU)
+    session.connect(InitInfo("c", 0, neighbours, ["gpu-0"], "full", trainer.shards.to_json()))
+    state = session.state()
+    assert state["neighbour"] == near
+    if near is not None:
+        assert state["bytes_by_rank"] == {str(near): sum(tensor.nbytes for tensor in trainer.tensors.values())}
+
+
 def sizes(trainer: Trainer, rank: int) -> list[int]:
     return [handle["bytes"] for handle in trainer.shards.ranks[rank].arenas]
 

@@ -9,15 +9,14 @@ from vime.backends.megatron_utils.update_weight.engine_update import EngineUpdat
 
 def engine_stats(update: EngineUpdate) -> dict[str, Any]:
     """What the summary needs of one engine."""
-    slot = update.address.slot
     total = local = network = 0
-    for worker, state in enumerate(update.states):
+    for state in update.states:
         by_rank = {int(rank): count for rank, count in state.get("bytes_by_rank", {}).items()}
         senders = state.get("senders", [])
         total += sum(by_rank.values())
         network += sum(by_rank.get(rank, 0) for rank in senders)
-        if slot is not None and slot.start + worker not in senders:
-            local += by_rank.get(slot.start + worker, 0)
+        if (neighbour := state.get("neighbour")) is not None and neighbour not in senders:
+            local += by_rank.get(neighbour, 0)
     phases = ("direct", "staged", "check")  # on a GPU the first two only enqueue, and the last one waits
     copying = [sum(state["seconds"].get(phase, 0.0) for phase in phases) for state in update.states]
     moved = {"bytes": total, "local": local, "network": network}

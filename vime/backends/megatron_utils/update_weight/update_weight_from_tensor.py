@@ -162,7 +162,8 @@ class UpdateWeightFromTensor:
         """Connect the engines that this rank leads, all at once."""
         assert self._shards is not None
         assert self._everybody is not None
-        self._everybody.watch(self._shards.ranks, self._node)
+        for exchange in (self._everybody, *(slot for slot in self._slots.values() if slot.group is not None)):
+            exchange.watch(self._shards.ranks, self._node)
         led = [
             EngineUpdate(address, self._connection, self.options.weight_update_timeout)
             for address in addresses

@@ -225,9 +225,10 @@ def goes_missing(
     """``victim`` is killed, or stops for good, in a phase of the second update; or when engines are connected again.
 
     Phases: "connect", "ready", "done": on its way to that meeting. "update": as the leader of an engine that it has
-    started. "bucket": between two buckets.
+    started. "bucket": between two buckets. "slot": on its way to a meeting of its slot.
     """
-    options = {"update_weight_transport": "bucketed", "update_weight_buffer_size": 4096} if phase == "bucket" else {}
+    buckets = {"update_weight_transport": "bucketed", "update_weight_buffer_size": 4096}
+    options = buckets if phase in ("bucket", "slot") else {}
     me = Rank(rank, layout, check_weight_update="off", **options)
     me.update.connect_rollout_engines(addresses)
     me.train(1)
@@ -264,16 +265,17 @@ def _die() -> None:
 def _arrange(me: Rank, phase: str, leave: Callable[[], Any]) -> None:
     if phase == "update":
         engine_update.EngineUpdate.send = lambda *_: leave()  # type: ignore[method-assign]
-    elif phase == "bucket":
-        fill, filled = bucketed.BucketStream._fill, []
+    elif phase in ("bucket", "slot"):
+        name = {"bucket": "_fill", "slot": "_agree"}[phase]
+        step, taken = getattr(bucketed.BucketStream, name), []
 
-        def fill_some(*args: Any) -> None:
-            filled.append(1)
-            if len(filled) == 4:
+        def some(*args: Any) -> Any:
+            taken.append(1)
+            if len(taken) == 4:
                 leave()
-            fill(*args)
+            return step(*args)
 
-        bucketed.BucketStream._fill = fill_some  # type: ignore[method-assign]
+        setattr(bucketed.BucketStream, name, some)
     else:
         gather = me.update._gather
 

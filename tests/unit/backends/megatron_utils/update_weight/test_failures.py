@@ -199,6 +199,17 @@ def two_ranks(folder: Path, scenario: Callable[..., Any], **arguments: Any) -> I
             process.join(10)
 
 
+def test_a_rank_that_dies_on_its_way_to_a_meeting_of_its_slot_is_named(
+    engines: Callable[..., ToyEngine], tmp_path: Path
+) -> None:
+    what = {"layout": DP2, "addresses": [engines(0, Slot(0, 2)).address], "victim": 1, "phase": "slot"}
+    with two_ranks(tmp_path, failing.goes_missing, **what, kind="killed") as (ranks, results):
+        _, outcome = results.get(timeout=60)
+        victim = ranks[1].pid
+    assert outcome["error"]["where"] == f"trainer rank 1 (pid {victim}, dead)"
+    assert outcome["error"]["engines"] == [0]
+
+
 PHASES = ("connect", "ready", "update", "bucket", "done")
 SEEN_AT = {"update": "done", "bucket": "update"}  # where the others wait for it
 
