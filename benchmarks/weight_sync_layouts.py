@@ -56,7 +56,6 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "CP2": {"world_size": 2, "cp": 2},
     "EP2": {"world_size": 2, "ep": 2},
     "TP2 EP2": {"world_size": 2, "tp": 2, "ep": 2, "etp": 1},
-    "CP2 EP2": {"world_size": 2, "cp": 2, "ep": 2},
     "DP2": {"world_size": 2},
 }
 REVERSED = "one TP2, GPUs 1 and 0"
