@@ -23,6 +23,7 @@ from vime.backends.vllm_utils.protocol import (
     parse_weight_version,
 )
 from vime.backends.vllm_utils.sampling import SamplingParams
+from vime.backends.vllm_utils.weight_guard import TIMEOUT_HEADER
 from vime.errors import EngineError
 
 __all__ = ["LOADED_AT_START", "AsyncEngineClient", "EngineClient", "Generation", "SamplingParams"]
@@ -165,7 +166,12 @@ class EngineClient:
         payload = (body or {}) if verb == "POST" else None
         try:
             reply = self._session.request(
-                verb, self.url + path, params=query, json=payload, timeout=(min(CONNECT_TIMEOUT, seconds), seconds)
+                verb,
+                self.url + path,
+                params=query,
+                json=payload,
+                headers={TIMEOUT_HEADER: f"{seconds:g}"},
+                timeout=(min(CONNECT_TIMEOUT, seconds), seconds),
             )
         except requests.ConnectTimeout as error:
             raise self._error(call, "cannot connect", retryable=True, unreachable=True) from error

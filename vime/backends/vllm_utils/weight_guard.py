@@ -4,7 +4,8 @@ ASGI middleware in front of vLLM's server (``--middleware``). It watches the con
 
 * while a weight update is open, generation requests are held, and go on when it has finished: one of vime's trainer
   when that resets the prefix cache, which it does once every worker has confirmed the version (vLLM answers to
-  ``finish`` with 200 also if a worker has refused it); any other one with vLLM's ``finish``;
+  ``finish`` with 200 also if a worker has refused it); any other one with vLLM's ``finish``. Not for ever: every call
+  of the update says how long it may still take, and when that has passed (the trainer has died), they get 503;
 * after an update that failed, and after a sleep of level 2 (which drops the weights), they are answered with 503 and
   the reason, until an update has finished;
 * an update is refused with 409 while the weights are asleep.
@@ -15,7 +16,9 @@ vLLM itself would generate from whatever is in memory.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import parse_qs
@@ -31,6 +34,9 @@ _GENERATES = ("/v1/", "/v2/", "/inference/", "/generate", "/invocations", "/pool
 _UPDATES = ("/start_weight_update", "/update_weights", "/finish_weight_update", "/collective_rpc")
 _FINISH, _CONFIRM = "/finish_weight_update", "/reset_prefix_cache"
 _CONTROLS = (*_UPDATES, _CONFIRM, "/sleep", "/wake_up")
+TIMEOUT_HEADER = "x-vime-timeout"  # of a call: the seconds that its caller waits for it
+_UNTOLD = 600.0  # seconds that an update may be silent, of a caller that does not say
+_GRACE = 30.0  # seconds for which more than that the trainer's ranks wait for each other
 _START, _ENDS = "vime_start_weight_update", ("vime_abort_weight_update", "vime_disconnect")  # methods of plugin.py
 
 
@@ -44,6 +50,7 @@ class WeightGuard:
         self._open = False
         self._ours = False  # the open update is of vime's trainer
         self._finished = False  # and vLLM has said so
+        self._until = 0.0  # when the open update's deadline passes (time.monotonic)
         self._settled: asyncio.Event | None = None  # set when no update is open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,17 +60,28 @@ class WeightGuard:
         elif path in _CONTROLS:
             await self._control(path, scope, receive, send)
         elif path.startswith(_GENERATES):
-            while self._open and self._settled is not None:
-                await self._settled.wait()
-            if self._refuses is not None:
-                await _answer(send, 503, f"this engine does not generate: {self._refuses}")
+            late = None if await self._no_update_is_open() else "a weight update has been open past its deadline"
+            if (why := late or self._refuses) is not None:
+                await _answer(send, 503, f"this engine does not generate: {why}")
             else:
                 await self._app(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
+    async def _no_update_is_open(self) -> bool:
+        """Wait for that; False if the open one's deadline has passed. It may still end well."""
+        while self._open and self._settled is not None:
+            left = self._until - time.monotonic()
+            if left <= 0:
+                return False
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._settled.wait(), left)
+        return True
+
     async def _control(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         body = await _read(receive)
+        until = time.monotonic() + _seconds(scope) + _GRACE
+        self._until = max(self._until, until) if self._open else until  # others may call meanwhile
         if self._asleep and _starts(path, body):
             await _answer(send, 409, "the weights are asleep: wake them (/wake_up?tags=weights) before an update")
             return
@@ -121,6 +139,14 @@ def _calls(path: str, body: bytes) -> str | None:
         return json.loads(body).get("method")
     except (ValueError, AttributeError):
         return None
+
+
+def _seconds(scope: Scope) -> float:
+    given = dict(scope.get("headers", ())).get(TIMEOUT_HEADER.encode(), b"")
+    try:
+        return float(given)
+    except ValueError:
+        return _UNTOLD
 
 
 async def _read(receive: Receive) -> bytes:

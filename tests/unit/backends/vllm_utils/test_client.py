@@ -47,12 +47,14 @@ def test_sleep_and_wake_in_two_steps(engine: TinyEngine) -> None:
 
 
 def test_an_engine_that_dies_in_the_middle_of_an_answer_is_unreachable() -> None:
+    """It was told with the call how long that may take."""
+    asked: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def answer_in_part() -> None:
             connection, _ = listening.accept()
             with connection:
-                connection.recv(1 << 16)
+                asked.append(connection.recv(1 << 16))
                 connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{")
 
         threading.Thread(target=answer_in_part, daemon=True).start()
@@ -60,6 +62,7 @@ def test_an_engine_that_dies_in_the_middle_of_an_answer_is_unreachable() -> None
         with pytest.raises(EngineError, match=r"engine 3 .*POST /collective_rpc failed: connection lost") as caught:
             client.collective_rpc("anything")
         assert caught.value.unreachable
+        assert b"\r\nx-vime-timeout: 30\r\n" in asked[0]
 
 
 def test_collective_rpc(engine: TinyEngine) -> None:

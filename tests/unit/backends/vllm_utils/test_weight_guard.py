@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import requests
 
+from vime.backends.vllm_utils import weight_guard
 from vime.backends.vllm_utils.weight_guard import WeightGuard
 
 if TYPE_CHECKING:
@@ -35,7 +36,9 @@ class Server:
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    async def post(self, path: str, body: Any = None, query: str = "", parts: int = 1) -> tuple[int, str]:
+    async def post(
+        self, path: str, body: Any = None, query: str = "", parts: int = 1, seconds: float | None = None
+    ) -> tuple[int, str]:
         data = json.dumps(body or {}).encode()
         step = -(-len(data) // parts)
         chunks = [data[start : start + step] for start in range(0, len(data), step)]
@@ -51,7 +54,8 @@ class Server:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        scope = {"type": "http", "method": "POST", "path": path, "query_string": query.encode()}
+        headers = [(b"host", b"localhost"), *([(b"x-vime-timeout", f"{seconds:g}".encode())] if seconds else [])]
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": query.encode(), "headers": headers}
         await self.guard(scope, receive, send)
         return sent[0]["status"], b"".join(message.get("body", b"") for message in sent).decode()
 
@@ -101,6 +105,33 @@ def test_an_update_of_the_trainer_ends_when_every_worker_has_confirmed() -> None
 
     asyncio.run(run(True))
     asyncio.run(run(False))
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_generation_does_not_wait_for_an_update_whose_trainer_has_died(
+    monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    """But for one that is late, and ends well."""
+    monkeypatch.setattr(weight_guard, "_GRACE", 0.0)
+    monkeypatch.setattr(weight_guard, "_UNTOLD", 0.02)
+
+    async def run() -> None:
+        server = Server()
+        await server.post("/reset_prefix_cache", seconds=60)
+        await server.post("/collective_rpc", rpc("start_weight_update"), seconds=0.02 if told else None)
+        waiting = asyncio.create_task(generate(server))
+        await server.post("/collective_rpc", rpc("update_weights"), seconds=0.01)
+        assert await waiting == 503
+        assert await generate(server) == 503
+        await server.post("/finish_weight_update", seconds=60)
+        waiting = asyncio.create_task(generate(server))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await server.post("/reset_prefix_cache", seconds=60)
+        assert await waiting == 200
+        assert await generate(server) == 200
+
+    asyncio.run(run())
 
 
 def test_resetting_the_prefix_cache_ends_no_update_that_has_not_finished() -> None:
