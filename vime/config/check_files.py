@@ -189,7 +189,7 @@ def _load(config: Config) -> Iterator[str]:
     folder = Path(path)
     if not folder.exists():
         save = config.checkpoint.save
-        if save is None or Path(save).absolute() != folder.absolute():
+        if save is None or Path(save).resolve() != folder.resolve():
             yield (
                 f"--load {path}: no such directory. Only the one that --save names too may be missing: "
                 "it will hold what the next start continues from"

@@ -270,7 +270,7 @@ class Receiver:
             "check": time.perf_counter() - staged,  # on a GPU: until everything enqueued above is done
             "copy": sum(copier.seconds for copier in ran),
             "compare": sum(copier.check_seconds for copier in ran),
-            "wait": self._staging.waited,  # for what is sent, in "direct" and "staged"
+            "wait": self._staging.waited,  # for what is sent by plan, in "direct" and "staged"
         }
         self.report.version, self.report.checked = version, self.check
 

@@ -105,6 +105,7 @@ class Session:
         self._info: InitInfo | None = None
         self._receiver: Receiver | None = None
         self._neighbour: int | None = None  # the trainer rank on this worker's device
+        self._devices: list[str] = []  # under whose name it finds its bucket's handle, the best first
         self._loading = False
         self._updated_to: int | None = None  # the open update's version, once its weights are in
         self._version: int | None = None
@@ -145,6 +146,8 @@ class Session:
         connected = Receiver(self.model, place, info.check, self.device, info.most_bytes)
         plan = connected.connect(shards)
         self._info, self._receiver, self._neighbour = info, connected, neighbour
+        near = [shards.ranks[neighbour].device] if neighbour in shards.ranks else []
+        self._devices = [*near, info.devices[self.number]]
         return plan
 
     def _gpu(self) -> str | None:
@@ -265,11 +268,9 @@ class Session:
         return weights
 
     def _shared_bucket(self, handles: dict[str, Handle]) -> torch.Tensor:
-        assert self._info is not None
-        device = self._info.devices[self.number]
-        handle = handles.get(device)
+        handle = next((handles[device] for device in self._devices if device in handles), None)
         if handle is None:
-            cause = f"the payload has no handle for its device {device}, only for: {', '.join(handles)}"
+            cause = f"the payload has no handle for its device {self._devices[-1]}, only for: {', '.join(handles)}"
             raise WeightSyncError("update", str(self._connected().place), cause)
         if self._bucket is None or self._bucket[0] != handle:
             self._bucket = (handle, open_arena(handle))
@@ -310,5 +311,6 @@ def read_directory(directory: str, device: torch.device) -> Iterator[tuple[str, 
 
 def _neighbour(told: int | None, here: Sequence[int]) -> int | None:
     """The trainer rank on a worker's GPU. The trainer tells by the order of ranks and workers; where that is not the
-    order of their GPUs, ``here``, the ranks whose weights are seen to be there, knows better."""
+    order of their GPUs, ``here``, the ranks whose weights are seen to be there, knows better. (One of them, where there
+    are several: then what it reads from the others counts as read over a link.)"""
     return told if told in here else min(here, default=None)

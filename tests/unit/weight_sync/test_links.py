@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from tests.unit.weight_sync.toy import ToyModel, Whole, in_arena, loaded, random_tensors
+from vime.backends.megatron_utils.update_weight.summary import engine_stats
+from vime.errors import WeightSyncError
 from vime.weight_sync import receiver, session
-from vime.weight_sync.arena import Stamp, node_name
+from vime.weight_sync.arena import Stamp, create_arena, node_name
 from vime.weight_sync.arena_cuda import wake_links
 from vime.weight_sync.boxes import contiguous_strides, whole
 from vime.weight_sync.copy_cpu import CpuCopier
@@ -74,6 +78,44 @@ def test_a_worker_reads_the_replica_on_its_own_gpu_whatever_it_is_told(
     assert state["neighbour"] == near
     if near is not None:
         assert state["bytes_by_rank"] == {str(near): sum(tensor.nbytes for tensor in trainer.tensors.values())}
+
+
+@pytest.mark.parametrize(("offered", "taken"), [([0, 1], 1), ([0], 0), ([], None)])
+def test_a_worker_takes_the_bucket_on_its_own_gpu(
+    monkeypatch: pytest.MonkeyPatch, offered: list[int], taken: int | None
+) -> None:
+    """Or else that of the rank that it was told."""
+    trainer = Trainer(list(SHAPES), list(SHAPES))
+    monkeypatch.setattr(Session, "_gpu", lambda self: "GPU-1")
+    session = Session(ToyModel(SHAPES), 0, CPU)
+    session.connect(InitInfo("c", 0, [0], ["gpu-0"], "full", trainer.shards.to_json()))
+    buckets = {rank: create_arena(8, "test") for rank in offered}
+    for rank, bucket in buckets.items():
+        bucket.tensor.fill_(rank)
+    handles = {f"gpu-{rank}": bucket.describe() for rank, bucket in buckets.items()}
+    if taken is None:
+        with pytest.raises(WeightSyncError, match="no handle for its device gpu-0, only for: "):
+            session._shared_bucket(handles)
+    else:
+        assert session._shared_bucket(handles).tolist()[:8] == [taken] * 8
+
+
+@pytest.mark.parametrize(
+    ("told", "here", "found"),
+    [(1, [0, 1], 1), (2, [0, 1], 0), (None, [3, 2], 2), (None, [], None), (1, [], None)],
+)
+def test_which_rank_is_the_neighbour(told: int | None, here: list[int], found: int | None) -> None:
+    assert session._neighbour(told, here) == found
+
+
+def test_what_a_worker_reads_on_its_own_device_is_local_whatever_its_number() -> None:
+    states = [
+        {"bytes_by_rank": {"0": 1, "1": 20}, "neighbour": 1, "seconds": {}, "senders": []},
+        {"bytes_by_rank": {"0": 300, "1": 4000, "2": 50000}, "neighbour": 0, "seconds": {}, "senders": [2]},
+        {"bytes_by_rank": {"2": 600000}, "neighbour": None, "seconds": {}, "senders": [2]},
+    ]
+    found = engine_stats(SimpleNamespace(states=states, seconds={}))  # pyright: ignore[reportArgumentType]
+    assert (found["bytes"], found["local"], found["network"]) == (654321, 320, 650000)
 
 
 def sizes(trainer: Trainer, rank: int) -> list[int]:

@@ -205,14 +205,15 @@ class EngineProcess:
 
 
 def _is_cause(line: str) -> bool:
-    """Whether a line of vLLM's log ends a traceback ("ValueError: ...") or is an argument parser's complaint.
+    """Whether a line of vLLM's log ends a traceback ("ValueError: ..."), is an argument parser's complaint, or the
+    launcher's word.
 
     The server's own "Engine core initialization failed" only says that the cause stands above.
     """
     if "Engine core initialization failed" in line:
         return False
     words = [word for word in line.split() if word.endswith(":")]
-    return any(word[:-1].endswith(("Error", "Exception", "error")) for word in words)
+    return line.startswith("vime: ") or any(word[:-1].endswith(("Error", "Exception", "error")) for word in words)
 
 
 def _not_zombie(process: psutil.Process) -> bool:

@@ -81,11 +81,13 @@ def supervise(vllm_args: list[str], parent: int, scratch: Path, grace: float) ->
             if stop and status is None:
                 kill_at = now if kill_at else now + grace  # the second signal does not wait
                 os.kill(server.pid, signal.SIGTERM)
-        if status is not None and status > 128 and not kill_at:  # it can no longer say so itself
-            print(f"vime: this engine's server was ended by signal {status - 128}", file=sys.stderr, flush=True)
+        if status is not None and status < 0 and not kill_at:  # it can no longer say so itself
+            print(f"vime: this engine's server was ended by signal {-status}", file=sys.stderr, flush=True)
     finally:
         end_tree(scratch)
-    return 128 + signal.SIGKILL if status is None else status
+    if status is None:
+        return 128 + signal.SIGKILL
+    return status if status >= 0 else 128 - status
 
 
 def adopt_orphans() -> None:
@@ -94,7 +96,7 @@ def adopt_orphans() -> None:
 
 
 def reap(server: int) -> int | None:
-    """Collect ended children, adopted ones too; the server's exit status once it is among them."""
+    """Collect ended children, adopted ones too; the server's exit status once it is among them (-n: by signal n)."""
     status = None
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -102,8 +104,7 @@ def reap(server: int) -> int | None:
             if pid == 0:
                 break
             if pid == server:
-                code = os.waitstatus_to_exitcode(raw)
-                status = code if code >= 0 else 128 - code
+                status = os.waitstatus_to_exitcode(raw)
     return status
 
 

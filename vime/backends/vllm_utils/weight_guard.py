@@ -5,7 +5,8 @@ ASGI middleware in front of vLLM's server (``--middleware``). It watches the con
 * while a weight update is open, generation requests are held, and go on when it has finished: one of vime's trainer
   when that resets the prefix cache, which it does once every worker has confirmed the version (vLLM answers to
   ``finish`` with 200 also if a worker has refused it); any other one with vLLM's ``finish``. Not for ever: every call
-  of the update says how long it may still take, and when that has passed (the trainer has died), they get 503;
+  of vime's trainer says how long the update may still take, and when that has passed (the trainer has died), they get
+  503; of others, when nothing has come for ten minutes. (A pause without an update is vLLM's, and nobody here ends it.)
 * after an update that failed, and after a sleep of level 2 (which drops the weights), they are answered with 503 and
   the reason, until an update has finished;
 * an update is refused with 409 while the weights are asleep.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -35,7 +37,7 @@ _UPDATES = ("/start_weight_update", "/update_weights", "/finish_weight_update", 
 _FINISH, _CONFIRM = "/finish_weight_update", "/reset_prefix_cache"
 _CONTROLS = (*_UPDATES, _CONFIRM, "/sleep", "/wake_up")
 TIMEOUT_HEADER = "x-vime-timeout"  # of a call: the seconds that its caller waits for it
-_UNTOLD = 600.0  # seconds that an update may be silent, of a caller that does not say
+_SILENCE = 600.0  # seconds between two calls of an update, of a caller that does not say how long it may take
 _GRACE = 30.0  # seconds for which more than that the trainer's ranks wait for each other
 _START, _ENDS = "vime_start_weight_update", ("vime_abort_weight_update", "vime_disconnect")  # methods of plugin.py
 
@@ -80,8 +82,10 @@ class WeightGuard:
 
     async def _control(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         body = await _read(receive)
-        until = time.monotonic() + _seconds(scope) + _GRACE
-        self._until = max(self._until, until) if self._open else until  # others may call meanwhile
+        told = _seconds(scope)
+        until = math.inf if told is None else time.monotonic() + told + _GRACE  # a call that is answered late is none
+        if self._open and (told is not None or not self._ours):  # others may call meanwhile
+            self._until = max(self._until, until)
         if self._asleep and _starts(path, body):
             await _answer(send, 409, "the weights are asleep: wake them (/wake_up?tags=weights) before an update")
             return
@@ -92,16 +96,18 @@ class WeightGuard:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 # Before the answer is sent: whoever gets it may generate at once.
-                self._after(path, scope, body, status)
+                self._after(path, scope, body, status, until)
             await send(message)
 
         try:
             await self._app(scope, _replay(body, receive), watch)
         finally:
             if not status:  # the caller has gone, or the server failed without an answer
-                self._after(path, scope, body, 500)
+                self._after(path, scope, body, 500, until)
+            if self._until == math.inf:
+                self._until = time.monotonic() + _SILENCE
 
-    def _after(self, path: str, scope: Scope, body: bytes, status: int) -> None:
+    def _after(self, path: str, scope: Scope, body: bytes, status: int, until: float) -> None:
         query = parse_qs(scope.get("query_string", b"").decode())
         if path == "/sleep" and status == 200:
             level = int(query.get("level", ["1"])[0])
@@ -112,7 +118,7 @@ class WeightGuard:
             tags = query.get("tags", [])
             self._asleep = self._asleep and bool(tags) and "weights" not in tags
         elif _starts(path, body) and status == 200:
-            self._open, self._settled = True, self._settled or asyncio.Event()
+            self._open, self._until, self._settled = True, until, self._settled or asyncio.Event()
             self._settled.clear()
             self._ours, self._finished = _calls(path, body) == _START, False
         elif self._open and self._ours and path == _FINISH and status == 200:
@@ -141,12 +147,12 @@ def _calls(path: str, body: bytes) -> str | None:
         return None
 
 
-def _seconds(scope: Scope) -> float:
-    given = dict(scope.get("headers", ())).get(TIMEOUT_HEADER.encode(), b"")
+def _seconds(scope: Scope) -> float | None:
+    """How long the caller waits, if it says so."""
     try:
-        return float(given)
+        return float(dict(scope.get("headers", ())).get(TIMEOUT_HEADER.encode(), b""))
     except ValueError:
-        return _UNTOLD
+        return None
 
 
 async def _read(receive: Receive) -> bytes:

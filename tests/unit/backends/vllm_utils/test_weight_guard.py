@@ -113,15 +113,16 @@ def test_generation_does_not_wait_for_an_update_whose_trainer_has_died(
 ) -> None:
     """But for one that is late, and ends well."""
     monkeypatch.setattr(weight_guard, "_GRACE", 0.0)
-    monkeypatch.setattr(weight_guard, "_UNTOLD", 0.02)
+    monkeypatch.setattr(weight_guard, "_SILENCE", 0.02)
 
     async def run() -> None:
         server = Server()
         await server.post("/reset_prefix_cache", seconds=60)
         await server.post("/collective_rpc", rpc("start_weight_update"), seconds=0.02 if told else None)
         waiting = asyncio.create_task(generate(server))
-        await server.post("/collective_rpc", rpc("update_weights"), seconds=0.01)
-        assert await waiting == 503
+        await server.post("/collective_rpc", rpc("update_weights"), seconds=0.01 if told else None)
+        await server.post("/reset_prefix_cache")  # of somebody else
+        assert await asyncio.wait_for(waiting, 30) == 503
         assert await generate(server) == 503
         await server.post("/finish_weight_update", seconds=60)
         waiting = asyncio.create_task(generate(server))
@@ -130,6 +131,51 @@ def test_generation_does_not_wait_for_an_update_whose_trainer_has_died(
         await server.post("/reset_prefix_cache", seconds=60)
         assert await waiting == 200
         assert await generate(server) == 200
+
+    asyncio.run(run())
+
+
+def test_somebody_elses_call_does_not_shorten_the_deadline_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_guard, "_GRACE", 0.0)
+
+    async def run() -> None:
+        server = Server()
+        await server.post("/collective_rpc", rpc("start_weight_update"), seconds=60)
+        await server.post("/reset_prefix_cache", seconds=1e-6)
+        waiting = asyncio.create_task(generate(server))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await server.post("/collective_rpc", rpc("abort_weight_update"), seconds=60)
+        assert await waiting == 503
+
+    asyncio.run(run())
+
+
+def test_a_call_that_has_no_deadline_is_not_late_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update of another trainer's."""
+    monkeypatch.setattr(weight_guard, "_SILENCE", 0.0)
+
+    async def run() -> None:
+        server = Server()
+        began, may_end, app = asyncio.Event(), asyncio.Event(), server._app
+
+        async def slow(scope: Any, *rest: Any) -> None:
+            if scope["path"] == "/update_weights":
+                began.set()
+                await may_end.wait()
+            await app(scope, *rest)
+
+        server.guard._app = slow
+        await server.post("/start_weight_update")
+        updating = asyncio.create_task(server.post("/update_weights"))
+        await began.wait()
+        waiting = asyncio.create_task(generate(server))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        may_end.set()
+        await updating
+        await server.post("/finish_weight_update")
+        assert await waiting == 200
 
     asyncio.run(run())
 
