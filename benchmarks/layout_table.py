@@ -25,7 +25,7 @@ class Table:
         self.kills: list[dict[str, Any]] = []
         self.bandwidths: dict[str, float | None] = {}
         self.finished = False
-        self._rounds, self.on_gpus = options.rounds, options.device == "cuda"
+        self._rounds, self._on_gpus = options.rounds, options.device == "cuda"
         self._device = (
             "2 x " + torch.cuda.get_device_name() if options.device == "cuda" else "a CPU, models in miniature"
         )
@@ -55,11 +55,11 @@ class Table:
             elif "error" in row:
                 out.append(f"{name}: {row['error']}")
             else:
-                out += [f"{name}: {what}" for what in _broken(row) if self.on_gpus or "leader" in what]
+                out += [f"{name}: {what}" for what in _broken(row, self._on_gpus)]
         for kill in self.kills:
             said = {text for text in kill["said"] if text != "killed"}  # of two ranks that live the same
-            about = f"at trainer {kill['victim'][8:]} " if "rank" in kill["victim"] else "at engine 0 "
-            wanted = f"weight update failed in phase '({_IN_THE_MIDDLE})' {about}"
+            where = kill["victim"] if "rank" in kill["victim"] else "engine 0"
+            wanted = f"weight update failed in phase '({_IN_THE_MIDDLE})' at {where} "
             if kill["seconds"] > TIMEOUT or len(said) != 1 or not re.search(wanted, next(iter(said))):
                 out.append(f"{kill['model']}, {kill['engine']}, {kill['victim']} killed: {sorted(said)}")
         if not self.finished:
@@ -127,10 +127,12 @@ class Table:
         return "| " + " | ".join(cells) + " |"
 
 
-def _broken(row: dict[str, Any]) -> list[str]:
-    """Of one case on GPUs."""
+def _broken(row: dict[str, Any], on_gpus: bool) -> list[str]:
+    """Of one case. On a CPU there are neither links nor limits for speed."""
     worker, planned, counted = row["worker"], row["link"], row["crossed"]
     out = [] if set(row["leaders"]) == {1} and row["starts"] else [f"leaders {row['leaders']}"]
+    if not on_gpus:
+        return out
     if worker["copy"]:
         if any(each["copy"] > LIMITS["copy"] * each["predicted"] for each in row["workers"]):
             out.append("a copy takes too long")

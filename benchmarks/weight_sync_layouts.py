@@ -190,6 +190,10 @@ class Bench:
         finally:
             made.close()
 
+    def using(self, transport: str) -> Config:
+        weight_sync = dataclasses.replace(self.config.weight_sync, update_weight_transport=transport)
+        return dataclasses.replace(self.config, weight_sync=weight_sync)
+
     def case(self, ranks: Ranks, layout: str, kind: str, transport: str = "planned", only: int | None = None) -> None:
         """One trainer layout against one kind of engines, or the ``only`` one of them that is used."""
         sizes, used = LAYOUTS[layout], [only] if only is not None else list(range(len(ENGINES[kind])))
@@ -197,11 +201,9 @@ class Bench:
         addresses = [self.engines.addresses(kind)[number] for number in used]
         if sizes["world_size"] == 1:  # the second GPU has no rank: an engine, or worker, there has no slot
             addresses = [dataclasses.replace(a, slot=a.slot if a.slot and a.slot.end <= 1 else None) for a in addresses]
-        self.config.weight_sync.update_weight_transport = transport
         started = time.perf_counter()
-        args = (self.config, self.spec, sizes, addresses, self.options.rounds)
+        args = (self.using(transport), self.spec, sizes, addresses, self.options.rounds)
         found = ranks.run(sizes["world_size"], sync, *args)
-        self.config.weight_sync.update_weight_transport = "planned"
         trainer = layout if transport == "planned" else f"{layout}, {transport}"
         plain, kind = kind, kind + (", the other GPU's only" if only is not None else "")
         row: dict[str, Any] = {"model": self.model, "trainer": trainer, "engine": kind, "view": ranks.view.name}
@@ -301,10 +303,8 @@ def _kill(bench: Bench, kind: str, transport: str, victim: str) -> dict[str, Any
         else:
             pid = _process(bench.engines.process(kind).pid or 0, victim)
         addresses = bench.engines.addresses(kind)
-        bench.config.weight_sync.update_weight_transport = transport
         rounds = 100000 if transport == "planned" else 1  # of the one that is measured there are many buckets
-        ranks.start(2, sync, bench.config, bench.spec, LAYOUTS[trainer], addresses, rounds, 0.0)
-        bench.config.weight_sync.update_weight_transport = "planned"
+        ranks.start(2, sync, bench.using(transport), bench.spec, LAYOUTS[trainer], addresses, rounds, 0.0)
         came = ranks.wait_updating(240)
         if came:
             time.sleep(usual / 2)
@@ -343,7 +343,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     folder = options.logs or Path(tempfile.mkdtemp(prefix="vime-benchmark-"))
     table = Table(options)
-    both = Ranks(View("both GPUs", "both"), options.device)
+    both = Ranks(BOTH, options.device)
     table.bandwidths = {"link": both.run(1, link_bandwidth)[0], "local": both.run(1, local_bandwidth)[0]}
     both.close()
     for model in options.models:

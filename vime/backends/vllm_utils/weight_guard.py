@@ -83,7 +83,7 @@ class WeightGuard:
     async def _control(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         body = await _read(receive)
         told = _seconds(scope)
-        until = math.inf if told is None else time.monotonic() + told + _GRACE  # a call that is answered late is none
+        until = math.inf if told is None else time.monotonic() + told + _GRACE  # inf: not while it lasts
         if self._open and (told is not None or not self._ours):  # others may call meanwhile
             self._until = max(self._until, until)
         if self._asleep and _starts(path, body):

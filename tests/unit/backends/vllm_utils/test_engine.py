@@ -15,7 +15,7 @@ import pytest
 from tests.engine import START_TIMEOUT, Leftovers, eventually, start_engine, tiny_command
 from tests.tiny import make_checkpoint
 from vime.backends.vllm_utils.client import EngineClient
-from vime.backends.vllm_utils.engine import EngineProcess
+from vime.backends.vllm_utils.engine import EngineProcess, _is_cause
 from vime.errors import EngineError
 
 
@@ -135,6 +135,20 @@ def test_an_engine_that_cannot_start_says_why(checkpoint: str, tmp_path: Path) -
             process.wait_ready(START_TIMEOUT)
     assert "unrecognized arguments: --no-such-flag 1" in str(caught.value)
     assert str(tmp_path / "engine.log") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("ValueError: too many heads", True),
+        ("vllm serve: error: unrecognized arguments: --no-such-flag 1", True),
+        ("vime: this engine's server was ended by signal 9", True),
+        ("RuntimeError: Engine core initialization failed. See root cause above.", False),
+        ("INFO 11-30 15:13:48 [core.py:347] init engine took 25.83 s", False),
+    ],
+)
+def test_lines_of_a_log_that_say_why(line: str, says: bool) -> None:
+    assert _is_cause(line) == says
 
 
 def test_an_engine_that_is_not_ready_in_time_is_ended(process: EngineProcess) -> None:
