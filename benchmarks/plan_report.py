@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from plan_scale import Case, Result
 
 LOCAL = 2.05e12  # bytes/s, of one GPU's memory to itself: 61.06 GB in 29.5 to 29.8 ms, weight_sync_h200.md
-LINK = 363e9  # bytes/s that one GPU reads over NVLink: 30.5 GB in 84.1 ms, weight_sync_layouts_h200x2.md
+LINK = 363e9  # bytes/s that one GPU reads over NVLink: 30.5 GB in 84 ms, weight_sync_layouts_h200x2.md
 NETWORK = 50e9  # bytes/s per GPU, each way: 400 Gb/s, an ASSUMPTION
 AROUND = 0.050  # s of an update_weights() that are not the copy (pause to resume): 50 to 51 ms, weight_sync_h200.md
 
@@ -222,7 +222,7 @@ NOTES = (
     f"- local: {LOCAL / 1e12:.2f} TB/s, measured on one H200 (weight_sync_h200.md: 61.06 GB in 29.5 ms; strided rows "
     "of 256 B to 8 KiB within 4% of that).",
     f"- link: {LINK / 1e9:.0f} GB/s into one GPU, measured on two H200 (weight_sync_layouts_h200x2.md: half of "
-    "30B-A3B, strided rows among it, 30.5 GB in 84.1 ms). That a GPU which several others read from gives as much in "
+    "30B-A3B, strided rows among it, 30.5 GB in 84 ms). That a GPU which several others read from gives as much in "
     "all is taken for granted, not measured.",
     f"- network: {NETWORK / 1e9:.0f} GB/s for each GPU and direction, 400 Gb/s: an assumption, not measured. Every "
     "worker takes from one source after the other, in the order of their ranks from its neighbour's on, and a source "

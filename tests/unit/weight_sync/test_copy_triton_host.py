@@ -193,6 +193,19 @@ def test_no_version_needs_a_variant_of_the_check_of_its_own(gpu: Any) -> None:
     assert set(gpu.module.check_kernel.not_specialized) == {"first", "step"}
 
 
+def test_the_host_looks_through_many_copies_without_torchs_threads(gpu: Gpu) -> None:
+    """Torch wakes a thread per core for so many elements; where a container may use fewer, that takes milliseconds."""
+    source, target = gpu.allocate(torch.bfloat16, 40_000), gpu.allocate(torch.bfloat16, 40_000)
+    copies = [Copy((0, 0), 2 * n, torch.bfloat16, (), "a", n, (), (), f"{n}") for n in range(40_000)]
+    copier = gpu.copier(CopyProgram(copies, []))  # pyright: ignore[reportAttributeAccessIssue]
+    copier.bind({(0, 0): source.view(torch.uint8)}, {"a": target})
+    copier.check("off", 0)()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        assert copier.check("off", 0)() == []
+    ran = {event.name for event in profile.events()}
+    assert not ran & {"aten::zero_", "aten::fill_", "aten::copy_", "aten::any", "aten::ne", "aten::nonzero"}, ran
+
+
 def test_bound_again_only_what_moved_is_made_anew(gpu: Gpu) -> None:
     program, arenas, params = weights(gpu)
     copier = gpu.copier(program)  # pyright: ignore[reportAttributeAccessIssue]
