@@ -9,7 +9,7 @@ What differs between vLLM 0.26 (the GPU's release), 0.32 (the CPU's) and 0.33 is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import requests
@@ -23,7 +23,7 @@ from vime.backends.vllm_utils.protocol import (
     parse_weight_version,
 )
 from vime.backends.vllm_utils.sampling import SamplingParams
-from vime.backends.vllm_utils.weight_guard import TIMEOUT_HEADER
+from vime.backends.vllm_utils.weight_guard import FOR_UPDATE_HEADER, PAUSED_PATH, TIMEOUT_HEADER
 from vime.errors import EngineError
 
 __all__ = ["LOADED_AT_START", "AsyncEngineClient", "EngineClient", "Generation", "SamplingParams"]
@@ -85,19 +85,34 @@ class EngineClient:
 
     # ---- generation on and off ----
 
-    def pause(self, mode: PauseMode = "abort", timeout: float | None = None) -> None:
+    def pause(self, mode: PauseMode = "abort", timeout: float | None = None, for_update: bool = False) -> None:
         """Stop generating and return once nothing runs.
 
         ``abort`` ends the answers in flight where they are (finish reason "abort"), ``wait`` lets them end; both drop
         the prefix cache. ``keep`` freezes them, with the KV cache they have, until :meth:`resume`.
+
+        Args:
+            for_update: it is for a weight update, whose trainer resumes; should that die, the next one will
+                (:meth:`is_paused_for_update`).
         """
-        self._call("POST", "/pause", query={"mode": mode}, timeout=timeout)
+        headers = {FOR_UPDATE_HEADER: "1"} if for_update else {}
+        self._call("POST", "/pause", query={"mode": mode}, timeout=timeout, headers=headers)
 
     def resume(self, timeout: float | None = None) -> None:
         self._call("POST", "/resume", timeout=timeout)
 
     def is_paused(self) -> bool:
         return bool(self._call("GET", "/is_paused")["is_paused"])
+
+    def is_paused_for_update(self, timeout: float | None = None) -> bool:
+        """Whether it would generate, had not a trainer paused it for an update and left it so. False where the engine
+        was not started by vime, which cannot say."""
+        try:
+            return bool(self._call("GET", PAUSED_PATH, timeout=timeout)["for_update"])
+        except EngineError as error:
+            if error.status == 404:
+                return False
+            raise
 
     def sleep(self, level: int = 2, timeout: float | None = None) -> None:
         """Free GPU memory; what runs is aborted. Level 1 keeps the weights in host memory, level 2 drops them."""
@@ -160,6 +175,7 @@ class EngineClient:
         *,
         query: dict[str, Any] | None = None,
         timeout: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Any:
         call, seconds = f"{verb} {path}", timeout or self.timeout
         # 0.21 to 0.24 refuse an empty body on some routes, so every POST has one.
@@ -170,7 +186,7 @@ class EngineClient:
                 self.url + path,
                 params=query,
                 json=payload,
-                headers={TIMEOUT_HEADER: f"{seconds:g}"},
+                headers={TIMEOUT_HEADER: f"{seconds:g}", **(headers or {})},
                 timeout=(min(CONNECT_TIMEOUT, seconds), seconds),
             )
         except requests.ConnectTimeout as error:

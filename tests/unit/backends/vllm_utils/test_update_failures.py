@@ -207,6 +207,79 @@ def test_memory_that_cannot_be_shared_is_refused_before_the_engine_is_asked(engi
     assert engine.client.weight_version() == 32
 
 
+@pytest.mark.parametrize("dies_before", ["start", "resume"])
+def test_an_engine_that_a_dead_trainer_left_paused_generates_after_the_next_ones_update(
+    engine: TinyEngine, dies_before: str
+) -> None:
+    from vime.backends.megatron_utils.update_weight.engine_update import EngineUpdate
+
+    class Died(BaseException):
+        pass
+
+    def die(self: Any, *args: Any) -> None:
+        self.resumes = False  # whatever is still called for its sake
+        raise Died
+
+    dead, expected = synced(engine, 34), tokens(engine)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineUpdate, dies_before, die)
+        with pytest.raises(Died):
+            dead.update.update_weights(35)
+    assert engine.client.is_paused()
+    assert engine.client.is_paused_for_update()
+    synced(engine, 36)
+    assert not engine.client.is_paused()
+    assert tokens(engine) == expected
+
+
+def test_an_engine_whose_trainer_died_among_buckets_sleeps_when_the_next_one_has_connected(engine: TinyEngine) -> None:
+    """Of a layer that is half loaded vLLM's sleep says "Cannot copy out of meta tensor"."""
+    from tests.unit.backends.vllm_utils.one_rank import OneRank
+    from vime.backends.megatron_utils.update_weight.engine_update import EngineUpdate
+    from vime.errors import EngineError
+
+    class Died(BaseException):
+        pass
+
+    send = EngineUpdate.send
+
+    def send_and_die(self: Any, message: dict[str, Any]) -> None:
+        message["bucket"]["last"] = False
+        send(self, message)
+        raise Died
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.config.weight_sync, "update_weight_transport", "bucketed")
+        dead = synced(engine, 50)
+        expected = tokens(engine)
+        patch.setattr(EngineUpdate, "send", send_and_die)
+        patch.setattr(EngineUpdate, "close", lambda self: None)
+        with pytest.raises(Died):
+            dead.update.update_weights(51)
+    with pytest.raises(EngineError, match="a weight update is open: sleep when it"):
+        engine.client.sleep(level=2)
+    trainer = OneRank(engine)
+    trainer.load(engine.checkpoint)
+    trainer.connect()
+    engine.client.sleep(level=2)
+    engine.client.wake_up()
+    trainer.update.update_weights(52)
+    assert tokens(engine) == expected
+
+
+def test_an_engine_that_somebody_has_paused_stays_so(engine: TinyEngine) -> None:
+    trainer = synced(engine, 37)
+    expected = tokens(engine)
+    engine.client.pause("keep")
+    try:
+        trainer.update.update_weights(38)
+        assert engine.client.is_paused()
+        assert not engine.client.is_paused_for_update()
+    finally:
+        engine.client.resume()
+    assert tokens(engine) == expected
+
+
 def test_two_trainers_do_not_update_one_engine_at_once(engine: TinyEngine) -> None:
     """The second start clears the first, whose update then fails: it never mixes with the other's."""
     from vime.backends.megatron_utils.update_weight.engine_update import EngineUpdate
@@ -228,7 +301,6 @@ def test_two_trainers_do_not_update_one_engine_at_once(engine: TinyEngine) -> No
             first.update.update_weights(43)
     assert caught.value.engines == (0,)
     assert engine.client.weight_version() == 42
-    engine.client.resume()  # the second found it paused, and left it so
     assert tokens(engine) == expected
     first.connect()
     first.update.update_weights(44)

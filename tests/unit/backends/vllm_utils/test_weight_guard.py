@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,14 @@ class Server:
         await send({"type": "http.response.body", "body": b"{}"})
 
     async def post(
-        self, path: str, body: Any = None, query: str = "", parts: int = 1, seconds: float | None = None
+        self,
+        path: str,
+        body: Any = None,
+        query: str = "",
+        parts: int = 1,
+        seconds: float | None = None,
+        headers: dict[str, str] | None = None,
+        method: str = "POST",
     ) -> tuple[int, str]:
         data = json.dumps(body or {}).encode()
         step = -(-len(data) // parts)
@@ -54,10 +62,20 @@ class Server:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        headers = [(b"host", b"localhost"), *([(b"x-vime-timeout", f"{seconds:g}".encode())] if seconds else [])]
-        scope = {"type": "http", "method": "POST", "path": path, "query_string": query.encode(), "headers": headers}
+        said = {"host": "localhost", **({"x-vime-timeout": f"{seconds:g}"} if seconds else {}), **(headers or {})}
+        scope = {"type": "http", "method": method, "path": path, "query_string": query.encode()}
+        scope["headers"] = [(name.encode(), value.encode()) for name, value in said.items()]
         await self.guard(scope, receive, send)
         return sent[0]["status"], b"".join(message.get("body", b"") for message in sent).decode()
+
+    async def pause(self, seconds: float = 60) -> int:
+        """As vime's trainer does."""
+        return (await self.post("/pause", seconds=seconds, headers={"x-vime-for-update": "1"}))[0]
+
+    async def paused_for_update(self) -> bool:
+        status, text = await self.post("/vime/paused", method="GET")
+        assert status == 200
+        return json.loads(text)["for_update"]
 
 
 async def generate(server: Server) -> int:
@@ -269,6 +287,92 @@ def test_no_update_while_asleep_and_no_answers_from_dropped_weights() -> None:
         await server.post("/sleep", query="level=1")  # keeps the weights on the host
         await server.post("/wake_up")
         assert await generate(server) == 200
+
+    asyncio.run(run())
+
+
+def test_no_sleep_while_an_update_is_open() -> None:
+    async def run() -> None:
+        server = Server()
+        await server.post("/collective_rpc", rpc("start_weight_update"), seconds=60)
+        for query in ("", "level=1", "level=2&mode=abort"):
+            code, text = await server.post("/sleep", query=query)
+            assert code == 409
+            assert "a weight update is open" in text
+        for query in ("level=0", "level=3", "level=deep"):  # no memory is touched; vLLM's to refuse
+            assert (await server.post("/sleep", query=query))[0] == 200
+        await server.post("/collective_rpc", rpc("abort_weight_update"), seconds=60)
+        assert (await server.post("/sleep", query="level=2"))[0] == 200
+        assert server.seen[-1][0] == "/sleep"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("status", [200, 500, 0])
+def test_an_engine_that_a_dead_trainer_left_paused_says_so_and_refuses_after_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """Also where the pause itself did not end: its caller has died meanwhile."""
+    monkeypatch.setattr(weight_guard, "_GRACE", 0.0)
+
+    async def run() -> None:
+        server = Server()
+        assert not await server.paused_for_update()
+        server.status["/pause"] = status
+        with pytest.raises(ConnectionError) if status == 0 else contextlib.nullcontext():
+            await server.pause()
+        assert await server.paused_for_update()
+        assert await generate(server) == 200  # vLLM's matter, while the trainer may live
+        with pytest.raises(ConnectionError) if status == 0 else contextlib.nullcontext():
+            await server.pause(seconds=1e-6)
+        code, text = await server.post("/v1/completions")
+        assert code == 503
+        assert "paused for a weight update whose deadline has passed" in text
+        server.status.clear()
+        await server.pause()  # the next trainer
+        assert await generate(server) == 200
+        await server.post("/resume", seconds=1e-6)
+        assert not await server.paused_for_update()
+        assert await generate(server) == 200
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("stop", "go_on"),
+    [
+        (["/pause"], ["/resume"]),
+        (["/sleep?level=0"], ["/wake_up?tags=scheduling"]),
+        (["/sleep?level=1"], ["/wake_up"]),
+        (["/sleep?level=2"], ["/wake_up?tags=weights", "/wake_up?tags=kv_cache"]),
+        (["/sleep?level=1", "/wake_up?tags=weights"], ["/wake_up?tags=kv_cache"]),
+    ],
+)
+def test_whoever_stops_an_engine_himself_starts_it_again(
+    monkeypatch: pytest.MonkeyPatch, stop: list[str], go_on: list[str]
+) -> None:
+    """Not an update in between, and not one before it."""
+    monkeypatch.setattr(weight_guard, "_GRACE", 0.0)
+
+    async def run() -> None:
+        server = Server()
+
+        async def call(paths: list[str]) -> None:
+            for path in paths:
+                await server.post(path.partition("?")[0], query=path.partition("?")[2], seconds=60)
+
+        for before in (False, True):
+            if before:
+                await server.pause(1e-6)
+            await call(stop)
+            await server.pause(1e-6)
+            assert not await server.paused_for_update()
+            for path in go_on:
+                assert not await server.paused_for_update()
+                await call([path])
+            await server.pause(1e-6)
+            assert await server.paused_for_update()
+            await server.post("/resume")
 
     asyncio.run(run())
 

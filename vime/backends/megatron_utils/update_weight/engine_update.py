@@ -111,9 +111,10 @@ class EngineUpdate:
     def pause(self) -> None:
         """Until nothing runs: answers in flight end, new ones wait."""
         if self.resumes is None:
-            # "Sleeping" is also said of one that is only paused.
-            self.resumes = not self._client.is_sleeping(timeout=self._left())
-        self._client.pause("wait", timeout=self._left())
+            # "Sleeping" is also said of one that is only paused: by somebody who resumes it, or by a trainer that died.
+            asleep = self._client.is_sleeping(timeout=self._left())
+            self.resumes = not asleep or self._client.is_paused_for_update(timeout=self._left())
+        self._client.pause("wait", timeout=self._left(), for_update=True)
 
     @_step("start")
     def start(self, moved: Collection[int] | None = None) -> None:

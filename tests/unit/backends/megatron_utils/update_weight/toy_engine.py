@@ -122,6 +122,8 @@ class _Server:
     def _do(self, path: str, body: dict[str, Any]) -> Any:
         if path in ("/is_sleeping", "/is_paused"):
             return {path[1:]: self.paused}
+        if path == "/vime/paused":
+            return {"for_update": self.paused}  # nobody else pauses it
         if path in ("/pause", "/resume"):
             self.paused = path == "/pause"
         elif path == "/reset_prefix_cache":
