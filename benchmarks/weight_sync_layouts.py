@@ -38,7 +38,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.layout_ranks import OWN, Ranks, View, link_bandwidth, local_bandwidth, sync
-from benchmarks.layout_table import TIMEOUT, Table
+from benchmarks.layout_table import BOTH_WAYS, TIMEOUT, Table
 from benchmarks.weight_sync import make_config, write_checkpoint
 from vime.backends.vllm_utils.client import EngineClient
 from vime.backends.vllm_utils.command import engine_command
@@ -109,7 +109,9 @@ class Engines:
         for process in processes:
             if process.alive():
                 with suppress(EngineError):  # it is about to find out that a worker was killed
-                    EngineClient(process.url).sleep(2)
+                    client = EngineClient(process.url)
+                    client.collective_rpc("vime_abort_weight_update", "", True)  # or, its trainer dead, it cannot sleep
+                    client.sleep(2)
 
     def addresses(self, kind: str) -> list[EngineAddress]:
         return [
@@ -344,7 +346,11 @@ def main() -> None:
     folder = options.logs or Path(tempfile.mkdtemp(prefix="vime-benchmark-"))
     table = Table(options)
     both = Ranks(BOTH, options.device)
-    table.bandwidths = {"link": both.run(1, link_bandwidth)[0], "local": both.run(1, local_bandwidth)[0]}
+    table.bandwidths = {
+        "link": both.run(1, link_bandwidth)[0],
+        BOTH_WAYS: both.run(1, link_bandwidth, True)[0],
+        "local": both.run(1, local_bandwidth)[0],
+    }
     both.close()
     for model in options.models:
         run_model(options, model, folder, table)

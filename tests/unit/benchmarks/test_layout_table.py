@@ -50,7 +50,8 @@ def test_all_is_well(table: Table) -> None:
         ({"error": "left other bytes"}, "left other bytes"),
         ({"workers": [WORKER, IDLE | {"copy": 0.7e-3}]}, "a copy takes too long"),
         ({"update": 0.084}, "the update takes too long"),
-        ({"worker": WORKER | {"copy": 2.9e-3}}, "the link is too slow"),
+        ({"workers": [WORKER | {"copy": 2.9e-3}, IDLE]}, "the link is too slow"),
+        ({"workers": [WORKER | {"copy": 3.2e-3}, WORKER]}, "the link is too slow"),
         ({"crossed": None}, "was not counted"),
         ({"crossed": 0.9e9}, "bytes crossed the link"),
         ({"crossed": 1.1e9}, "bytes crossed the link"),
@@ -80,6 +81,20 @@ def test_a_case_that_does_not_hold(table: Table, over: dict[str, Any], said: str
 def test_a_kill_that_does_not_end_as_it_must(table: Table, over: dict[str, Any]) -> None:
     table.kills.append(kill(**over))
     assert len(table.broken()) == 1
+
+
+def test_two_pulls_from_each_other_share_the_links(table: Table) -> None:
+    """As much slower as torch's own copies are then, and no more."""
+    table.bandwidths = {"link": 400e9, "link, each way when both are used": 380e9, "local": 2e12}
+    at = {rate: WORKER | {"copy": 1e9 / rate} for rate in (331e9, 334e9)}  # 350 x 380 / 400 is 332.5
+    table.rows.append(row(workers=[at[334e9], at[334e9]]))
+    assert table.broken() == []
+    table.rows.append(row(workers=[at[334e9], at[331e9]]))
+    assert table.broken() == ["0.6B, TP2, one TP2, own GPU: the link is too slow"]
+    table.rows[-1] = row(workers=[at[334e9], IDLE])  # one alone
+    assert table.broken() == ["0.6B, TP2, one TP2, own GPU: the link is too slow"]
+    table.rows[-1] = row(workers=[at[331e9] | {"local": 1e9}, IDLE])  # a copy from both: not what the limit is of
+    assert table.broken() == []
 
 
 def test_a_program_that_has_not_ended(table: Table) -> None:
