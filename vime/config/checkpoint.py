@@ -43,7 +43,12 @@ class WeightSyncOptions:
         None, "for --update-weight-transport disk: a directory that all nodes see (default: in the run's directory)"
     )
     check_weight_update: str = option("sampled", "checksums at every sync", choices=("full", "sampled", "off"))
-    weight_update_timeout: float = option(300.0, "seconds one phase of a sync may take", above=0, maximum=LONGEST)
+    weight_update_timeout: float = option(
+        300.0,
+        "seconds that a sync's calls to an engine may take in all, and each of its ranks' meetings",
+        above=0,
+        maximum=LONGEST,
+    )
 
 
 @dataclass(kw_only=True)

@@ -32,7 +32,7 @@ class Exchange:
 
     Args:
         ranks: global ranks, ascending.
-        timeout: seconds one phase of an update may take.
+        timeout: seconds that one meeting may take.
         stamp: this rank's version page, for the exchange among all ranks: it counts the meetings there.
     """
 
