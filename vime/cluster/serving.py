@@ -6,7 +6,7 @@ gets the weights of the current version before it serves; the run goes on until 
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import threading
 from collections.abc import Sequence
 
@@ -16,6 +16,8 @@ from vime.cluster.trainer_group import TrainerGroup
 from vime.config import Config
 from vime.errors import EngineError, WeightSyncError
 from vime.types import EngineAddress
+
+log = logging.getLogger(__name__)
 
 
 class Serving:
@@ -50,9 +52,10 @@ class Serving:
         """The engines have answered; the trainer may have the GPUs."""
         with self._repairing:
             if self._engines_sleep:
-                # One that died since its last answer is replaced when the engines are needed again.
-                with contextlib.suppress(EngineError):
+                try:
                     self._engines.sleep()
+                except EngineError as error:
+                    log.warning("%s; if it has died, it is replaced when the engines are needed again", error)
             if self._trainer_moves:
                 self._trainer.onload()
 

@@ -93,25 +93,26 @@ class EngineClient:
 
         Args:
             for_update: it is for a weight update, whose trainer resumes; should that die, the next one will
-                (:meth:`is_paused_for_update`).
+                (:meth:`is_paused_for_update`). Requests that come meanwhile are held by the guard, not by vLLM.
         """
         headers = {FOR_UPDATE_HEADER: "1"} if for_update else {}
         self._call("POST", "/pause", query={"mode": mode}, timeout=timeout, headers=headers)
 
-    def resume(self, timeout: float | None = None) -> None:
-        self._call("POST", "/resume", timeout=timeout)
+    def resume(self, timeout: float | None = None, for_update: bool = False) -> None:
+        """``for_update``: only if it is paused for an update; whoever else has stopped it, starts it again."""
+        self._call("POST", "/resume", timeout=timeout, headers={FOR_UPDATE_HEADER: "1"} if for_update else {})
 
     def is_paused(self) -> bool:
         return bool(self._call("GET", "/is_paused")["is_paused"])
 
-    def is_paused_for_update(self, timeout: float | None = None) -> bool:
-        """Whether it would generate, had not a trainer paused it for an update and left it so. False where the engine
-        was not started by vime, which cannot say."""
+    def is_paused_for_update(self, timeout: float | None = None) -> bool | None:
+        """Whether a trainer has paused it for an update, and nobody else has paused it or put it to sleep. None where
+        the engine cannot say, since vime has not started it."""
         try:
             return bool(self._call("GET", PAUSED_PATH, timeout=timeout)["for_update"])
         except EngineError as error:
             if error.status == 404:
-                return False
+                return None
             raise
 
     def sleep(self, level: int = 2, timeout: float | None = None) -> None:

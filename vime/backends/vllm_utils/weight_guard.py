@@ -2,16 +2,19 @@
 
 ASGI middleware in front of vLLM's server (``--middleware``). It watches the control calls that pass through it:
 
-* while a weight update is open, generation requests are held, and go on when it has finished: one of vime's trainer
-  when that resets the prefix cache, which it does once every worker has confirmed the version (vLLM answers to
-  ``finish`` with 200 also if a worker has refused it); any other one with vLLM's ``finish``. Not for ever: every call
-  of vime's trainer says how long the update may still take, and when that has passed (the trainer has died), they get
-  503; of others, when nothing has come for ten minutes. So do new ones of an engine that vime's trainer has paused for
-  an update and left so; the next trainer's update ends that pause, and no other one (GET PAUSED_PATH says whose it is);
+* from the pause for a weight update on, which vime's trainer marks (FOR_UPDATE_HEADER), and while any update is open,
+  generation requests are held here, not in vLLM. They go on when it has finished: one of vime's trainer when that
+  resets the prefix cache, which it does once every worker has confirmed the version (vLLM answers to ``finish`` with
+  200 also if a worker has refused it), and resumes; any other one with vLLM's ``finish``. Not for ever: every call of
+  vime's trainer says how long the update may still take, and when that has passed (the trainer has died), they get 503;
+  of others, when nothing has come for ten minutes.
 * after an update that failed, and after a sleep of level 2 (which drops the weights), they are answered with 503 and
   the reason, until an update has finished;
-* an update is refused with 409 while the weights are asleep, and so is a sleep while an update is open: layers that
-  are being loaded have no memory that vLLM could put away, and what it woke would be half of each version.
+* calls that would mix the two are refused with 409: an update while the weights are asleep, a sleep while an update is
+  open (layers that are being loaded have no memory that could be put away), and what would let vLLM go on with requests
+  that it has queued, while an update is open or after one that failed;
+* whoever has paused an engine or put it to sleep, starts it again: the trainer's ``resume``, marked likewise, passes
+  only if the pause is an update's. GET PAUSED_PATH says so, for a trainer that finds one which an earlier one has left.
 
 vLLM itself would generate from whatever is in memory.
 """
@@ -23,7 +26,9 @@ import contextlib
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -34,18 +39,57 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MIDDLEWARE = "vime.backends.vllm_utils.weight_guard.WeightGuard"
-_GENERATES = ("/v1/", "/v2/", "/inference/", "/generate", "/invocations", "/pooling", "/score", "/classify", "/rerank")
+TIMEOUT_HEADER = "x-vime-timeout"  # of a call: the seconds that its caller waits for it
+FOR_UPDATE_HEADER = "x-vime-for-update"  # of /pause and /resume: for a weight update, by vime's trainer
+PAUSED_PATH = "/vime/paused"  # GET: {"for_update": whether it would generate, were it not paused for an update}
+_GENERATES = ("/v1/", "/v2/", "/inference/", "/generate", "/generative_scoring", "/invocations", "/pooling", "/score")
+_GENERATES += ("/classify", "/rerank", "/cohere/")
 _UPDATES = ("/start_weight_update", "/update_weights", "/finish_weight_update", "/collective_rpc")
 _FINISH, _CONFIRM = "/finish_weight_update", "/reset_prefix_cache"
 _CONTROLS = (*_UPDATES, _CONFIRM, "/pause", "/resume", "/sleep", "/wake_up")
-TIMEOUT_HEADER = "x-vime-timeout"  # of a call: the seconds that its caller waits for it
-PAUSED_PATH = "/vime/paused"  # GET: {"for_update": whether vime's trainer has paused it for an update, and nobody else}
-FOR_UPDATE_HEADER = "x-vime-for-update"  # of a call of /pause: it is vime's trainer's, for an update
 _SILENCE = 600.0  # seconds between two calls of an update, of a caller that does not say how long it may take
 _GRACE = 30.0  # seconds for which more than that the trainer's ranks wait for each other
+_START, _ENDS = "vime_start_weight_update", ("vime_abort_weight_update", "vime_disconnect")  # methods of plugin.py
 _TAGS = frozenset({"weights", "kv_cache"})  # vLLM's, of what a sleep frees
 _BY_UPDATE, _BY_OTHERS = "update", "others"
-_START, _ENDS = "vime_start_weight_update", ("vime_abort_weight_update", "vime_disconnect")  # methods of plugin.py
+_FAILED = "its last weight update failed half-way, and none has finished since"
+_DROPPED = "a sleep of level 2 has dropped its weights, and no weight update has finished since"
+_ASLEEP = "the weights are asleep: wake them (/wake_up?tags=weights) before an update"
+_OPEN = (
+    "a weight update is open: wait until it has ended; if its trainer has died, connect the next one, or end it "
+    "(/collective_rpc with the method vime_abort_weight_update)"
+)
+
+
+@dataclass(frozen=True)
+class _Call:
+    path: str
+    method: str | None  # of a /collective_rpc
+    query: dict[str, list[str]]
+    seconds: float | None  # that its caller waits, if it says so
+    for_update: bool
+
+    @property
+    def starts(self) -> bool:
+        return self.path == "/start_weight_update" or self.method == _START
+
+    @property
+    def level(self) -> int:
+        """Of a sleep, as vLLM reads it; -1 of one that it refuses, and of other calls."""
+        if self.path != "/sleep":
+            return -1
+        try:
+            level = float(self.query.get("level", ["1"])[-1])
+        except ValueError:
+            return -1
+        return int(level) if level in (0, 1, 2) else -1
+
+    def awake_after(self, sleeping: set[str]) -> set[str]:
+        """What a /wake_up leaves asleep. As vLLM does: nothing is woken if a tag of it is not asleep."""
+        if "tags" not in self.query:
+            return set()
+        tags = set(self.query["tags"]) - {"scheduling"}
+        return sleeping - tags if tags <= sleeping else set(sleeping)
 
 
 class WeightGuard:
@@ -54,147 +98,151 @@ class WeightGuard:
     def __init__(self, app: App) -> None:
         self._app = app
         self._refuses: str | None = None  # why generation is refused
-        self._sleeping: set[str] = set()  # "weights", "kv_cache"
-        self._paused: str | None = None  # by whom: _BY_UPDATE or _BY_OTHERS, who end it themselves
-        self._open = False
-        self._ours = False  # the open update is of vime's trainer
+        self._sleeping: set[str] = set()  # of _TAGS
+        self._paused: str | None = None  # by whom: _BY_UPDATE or _BY_OTHERS
+        self._resumed = 0  # times that vLLM has gone on
+        self._open = False  # an update is
+        self._ours = False  # it is of vime's trainer
         self._finished = False  # and vLLM has said so
-        self._until = 0.0  # when the open update's deadline passes (time.monotonic)
-        self._settled: asyncio.Event | None = None  # set when no update is open
+        self._until = 0.0  # when the deadline of that, or of the pause for it, passes (time.monotonic)
+        self._under_way: Counter[str] = Counter()  # "start" and "sleep": calls that vLLM has not answered
+        self._changed = asyncio.Event()  # any of these has
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
-        if scope["type"] == "http" and (scope["method"], path) == ("GET", PAUSED_PATH):
+        path, method = scope.get("path", ""), scope.get("method") if scope["type"] == "http" else None
+        if (method, path) == ("GET", PAUSED_PATH):
             await _answer(send, 200, {"for_update": self._paused == _BY_UPDATE})
-        elif scope["type"] != "http" or scope["method"] != "POST":
-            await self._app(scope, receive, send)
-        elif path in _CONTROLS:
-            await self._control(path, scope, receive, send)
-        elif path.startswith(_GENERATES):
-            late = None if await self._no_update_is_open() else "a weight update has been open past its deadline"
-            if (why := late or self._refuses or self._left_paused()) is not None:
-                await _refuse(send, 503, f"this engine does not generate: {why}")
-            else:
-                await self._app(scope, receive, send)
+        elif method == "POST" and path in _CONTROLS:
+            await self._control(scope, receive, send)
+        elif method == "POST" and path.startswith(_GENERATES) and (why := await self._why_not_now()) is not None:
+            await _refuse(send, 503, f"this engine does not generate: {why}")
         else:
             await self._app(scope, receive, send)
 
-    async def _no_update_is_open(self) -> bool:
-        """Wait for that; False if the open one's deadline has passed. It may still end well."""
-        while self._open and self._settled is not None:
+    async def _why_not_now(self) -> str | None:
+        """Wait until there is no update. The answer is why there is to be no generation, or None."""
+        while self._open or (self._paused == _BY_UPDATE and self._refuses is None):
             left = self._until - time.monotonic()
-            if left <= 0:
-                return False
+            if left <= 0:  # it may still end well
+                what = "a weight update has been open past its" if self._open else "it is paused for an update past its"
+                return f"{what} deadline"
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._settled.wait(), left)
-        return True
+                await asyncio.wait_for(self._changed.wait(), left)
+        return self._refuses
 
-    def _left_paused(self) -> str | None:
-        """vLLM would let a request wait for as long as nobody resumes it."""
-        if self._paused == _BY_UPDATE and time.monotonic() > self._until:
-            return "it is paused for a weight update whose deadline has passed"
-        return None
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
-    async def _control(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _control(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await _read(receive)
-        told = _seconds(scope)
-        until = math.inf if told is None else time.monotonic() + told + _GRACE  # inf: not while it lasts
-        if self._open and (told is not None or not self._ours):  # others may call meanwhile
-            self._until = max(self._until, until)
-        if path == "/pause" and _header(scope, FOR_UPDATE_HEADER) and self._paused != _BY_OTHERS:
-            # From now on, since it may fail or its caller die while vLLM lets answers in flight end.
-            self._paused, self._until = _BY_UPDATE, until
-        if "weights" in self._sleeping and _starts(path, body):
-            await _refuse(send, 409, "the weights are asleep: wake them (/wake_up?tags=weights) before an update")
+        call = _parse(scope, body)
+        if call.path == "/resume" and call.for_update and self._paused == _BY_OTHERS:
+            await _answer(send, 200, {"status": "left as it is: no update has stopped it"})
             return
-        if self._open and path == "/sleep" and _level(scope) >= 1:
-            await _refuse(
-                send, 409, "a weight update is open: sleep when it, or the next trainer's connection, has ended it"
-            )
+        if (why := self._conflict(call)) is not None:
+            await _refuse(send, 409, why)
             return
-        status = 0
+        until = self._before(call)
+        kept, resumed, status = self._refuses, self._resumed, 0
+        if call.level == 2:  # whatever comes of it, the weights may be gone
+            self._refuses = _DROPPED
 
         async def watch(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 # Before the answer is sent: whoever gets it may generate at once.
-                self._after(path, scope, body, status, until)
+                self._after(call, status, until, resumed)
             await send(message)
 
+        kind = "start" if call.starts else "sleep" if call.level >= 1 else "other"
+        self._under_way[kind] += 1
         try:
             await self._app(scope, _replay(body, receive), watch)
         finally:
+            self._under_way[kind] -= 1
             if not status:  # the caller has gone, or the server failed without an answer
-                self._after(path, scope, body, 500, until)
+                self._after(call, 500, until, resumed)
+            if call.level == 2 and 400 <= status < 500:
+                self._refuses = kept
             if self._until == math.inf:
                 self._until = time.monotonic() + _SILENCE
+            self._notify()
 
-    def _after(self, path: str, scope: Scope, body: bytes, status: int, until: float) -> None:
-        if path == "/sleep" and status == 200:
-            self._paused = _BY_OTHERS
-            if _level(scope) >= 1:
-                self._sleeping |= _TAGS
-            if _level(scope) == 2:
-                self._refuses = "a sleep of level 2 has dropped its weights, and no weight update has finished since"
-        elif path == "/wake_up" and status == 200:
-            self._sleeping -= set(_query(scope).get("tags", _TAGS))
-            if not self._sleeping:
-                self._paused = None  # vLLM resumes when all is awake
-        elif path == "/resume" and status == 200:
-            self._paused = None
-        elif path == "/pause" and status == 200 and not _header(scope, FOR_UPDATE_HEADER):
-            self._paused = _BY_OTHERS
-        elif _starts(path, body) and status == 200:
-            self._open, self._until, self._settled = True, until, self._settled or asyncio.Event()
-            self._settled.clear()
-            self._ours, self._finished = _calls(path, body) == _START, False
-        elif self._open and self._ours and path == _FINISH and status == 200:
+    def _conflict(self, call: _Call) -> str | None:
+        if call.starts and ("weights" in self._sleeping or self._under_way["sleep"]):
+            return _ASLEEP
+        opens = self._open or self._under_way["start"]
+        if call.level >= 1 and opens:
+            return _OPEN
+        if call.path == "/resume" or (call.path == "/wake_up" and not call.awake_after(self._sleeping)):
+            if opens:
+                return _OPEN
+            if call.path == "/resume" and self._sleeping:
+                return "it is asleep: wake it (/wake_up)"
+            if self._refuses == _FAILED and not self._sleeping and not call.for_update:
+                return f"{_FAILED}; what it has queued would be answered"
+        return None
+
+    def _before(self, call: _Call) -> float:
+        """Returns when the call's deadline passes."""
+        # inf: not while it lasts
+        until = math.inf if call.seconds is None else time.monotonic() + call.seconds + _GRACE
+        if self._open and (call.seconds is not None or not self._ours):  # others may call meanwhile
+            self._until = max(self._until, until)
+        if call.path == "/pause" and call.for_update and self._paused != _BY_OTHERS:
+            # From now on, since it may fail or its caller die while vLLM lets answers in flight end.
+            self._paused = _BY_UPDATE
+            if not self._open:
+                self._until = until
+        return until
+
+    def _after(self, call: _Call, status: int, until: float, resumed: int) -> None:
+        """``resumed``: ``self._resumed`` when the call came."""
+        if call.path in ("/pause", "/sleep", "/wake_up", "/resume") and status == 200:
+            self._stopped_or_gone_on(call, resumed)
+        elif call.starts and status == 200:
+            self._open, self._until = True, until
+            self._ours, self._finished = call.method == _START, False
+        elif self._open and self._ours and call.path == _FINISH and status == 200:
             self._finished = True
-        elif self._open and path == (_CONFIRM if self._finished else _FINISH) and status == 200:
-            self._close(None)
-        elif self._open and path in _UPDATES and (status != 200 or _calls(path, body) in _ENDS):
-            self._close("its last weight update failed half-way, and none has finished since")
+        elif self._open and call.path == (_CONFIRM if self._finished else _FINISH) and status == 200:
+            self._open, self._refuses = False, None
+        elif self._open and call.path in _UPDATES and self._ends_it(call, status):
+            self._open, self._refuses = False, _FAILED
+        self._notify()
 
-    def _close(self, refuses: str | None) -> None:
-        self._open, self._refuses = False, refuses
-        if self._settled is not None:
-            self._settled.set()
+    def _ends_it(self, call: _Call, status: int) -> bool:
+        """Whether an update has failed. A stranger's call that fails is not one of vime's trainer's."""
+        return call.method in _ENDS or (status != 200 and (call.seconds is not None or not self._ours))
+
+    def _stopped_or_gone_on(self, call: _Call, resumed: int) -> None:
+        if call.path == "/sleep" and call.level >= 1:
+            self._sleeping |= _TAGS
+        elif call.path == "/wake_up":
+            self._sleeping = call.awake_after(self._sleeping)
+        goes_on = call.path == "/resume" or (call.path == "/wake_up" and not self._sleeping)  # then vLLM resumes
+        if goes_on:
+            self._paused, self._resumed = None, self._resumed + 1
+        elif self._sleeping:
+            self._paused = _BY_OTHERS
+        elif self._resumed == resumed and not (call.for_update and self._paused == _BY_UPDATE):
+            self._paused = _BY_OTHERS  # its answer may come long after somebody has resumed
 
 
-def _starts(path: str, body: bytes) -> bool:
-    return path == "/start_weight_update" or _calls(path, body) == _START
-
-
-def _calls(path: str, body: bytes) -> str | None:
-    if path != "/collective_rpc":
-        return None
+def _parse(scope: Scope, body: bytes) -> _Call:
+    headers = dict(scope.get("headers", ()))
+    method = None
+    if scope["path"] == "/collective_rpc":
+        with contextlib.suppress(ValueError, AttributeError):
+            method = json.loads(body).get("method")
     try:
-        return json.loads(body).get("method")
-    except (ValueError, AttributeError):
-        return None
-
-
-def _query(scope: Scope) -> dict[str, list[str]]:
-    return parse_qs(scope.get("query_string", b"").decode())
-
-
-def _level(scope: Scope) -> int:
-    """Of a sleep; -1 of one that vLLM refuses."""
-    level = _query(scope).get("level", ["1"])[0]
-    return int(level) if level in ("0", "1", "2") else -1
-
-
-def _seconds(scope: Scope) -> float | None:
-    """How long the caller waits, if it says so."""
-    try:
-        return float(_header(scope, TIMEOUT_HEADER))
+        seconds = float(headers.get(TIMEOUT_HEADER.encode(), b""))
     except ValueError:
-        return None
-
-
-def _header(scope: Scope, name: str) -> bytes:
-    return dict(scope.get("headers", ())).get(name.encode(), b"")
+        seconds = None
+    query = parse_qs(scope.get("query_string", b"").decode(), keep_blank_values=True)
+    return _Call(scope["path"], method, query, seconds, FOR_UPDATE_HEADER.encode() in headers)
 
 
 async def _read(receive: Receive) -> bytes:

@@ -72,6 +72,10 @@ class Server:
         """As vime's trainer does."""
         return (await self.post("/pause", seconds=seconds, headers={"x-vime-for-update": "1"}))[0]
 
+    async def resume(self) -> int:
+        """As vime's trainer does."""
+        return (await self.post("/resume", seconds=60, headers={"x-vime-for-update": "1"}))[0]
+
     async def paused_for_update(self) -> bool:
         status, text = await self.post("/vime/paused", method="GET")
         assert status == 200
@@ -320,20 +324,203 @@ def test_an_engine_that_a_dead_trainer_left_paused_says_so_and_refuses_after_the
         assert not await server.paused_for_update()
         server.status["/pause"] = status
         with pytest.raises(ConnectionError) if status == 0 else contextlib.nullcontext():
-            await server.pause()
+            await server.pause(seconds=0.02)
         assert await server.paused_for_update()
-        assert await generate(server) == 200  # vLLM's matter, while the trainer may live
-        with pytest.raises(ConnectionError) if status == 0 else contextlib.nullcontext():
-            await server.pause(seconds=1e-6)
-        code, text = await server.post("/v1/completions")
+        code, text = await asyncio.wait_for(server.post("/v1/completions"), 30)
         assert code == 503
-        assert "paused for a weight update whose deadline has passed" in text
+        assert "paused for an update past its deadline" in text
+        assert server.seen[-1][0] == "/pause"  # vLLM would have let it wait
         server.status.clear()
         await server.pause()  # the next trainer
-        assert await generate(server) == 200
-        await server.post("/resume", seconds=1e-6)
+        waiting = asyncio.create_task(generate(server))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await server.resume()
         assert not await server.paused_for_update()
+        assert await waiting == 200
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_requests_that_come_after_the_pause_do_not_wait_in_vllm(fails: bool) -> None:
+    """Resumed after an update that failed, it would answer them from half of either version."""
+
+    async def run() -> None:
+        server = Server()
+        await server.pause()
+        waiting = asyncio.create_task(generate(server))
+        await server.post("/collective_rpc", rpc("start_weight_update"), seconds=60)
+        server.status["/collective_rpc"] = 500 if fails else 200
+        await server.post("/collective_rpc", rpc("update_weights"), seconds=60)
+        server.status.clear()
+        await server.post("/finish_weight_update", seconds=60)
+        await server.post("/reset_prefix_cache", seconds=60)
+        await asyncio.sleep(0)
+        assert waiting.done() == fails
+        assert (await server.resume()) == 200
+        assert await waiting == await generate(server) == (503 if fails else 200)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", ["/resume", "/wake_up", "/wake_up?tags=scheduling"])
+def test_nobody_lets_vllm_go_on_with_half_an_update(path: str) -> None:
+    async def run() -> None:
+        server, route = Server(), (path.partition("?")[0], None, path.partition("?")[2])
+        await server.post("/pause")
+        await server.post("/collective_rpc", rpc("start_weight_update"), seconds=60)
+        code, text = await server.post(*route)
+        assert (code, "a weight update is open" in text) == (409, True)
+        await server.post("/collective_rpc", rpc("abort_weight_update"), seconds=60)
+        code, text = await server.post(*route)
+        assert (code, "what it has queued would be answered" in text) == (409, True)
+        await server.post("/sleep")  # which ends what is queued
+        assert (await server.post("/resume"))[0] == 409  # what is asleep does not run
+        assert (await server.post("/wake_up"))[0] == 200
+        assert await generate(server) == 503
+        await server.post("/start_weight_update")
+        await server.post("/finish_weight_update")
+        assert (await server.post(*route))[0] == 200
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("query", ["level=2", "level=0"])
+def test_an_update_does_not_end_a_pause_that_came_in_its_course(query: str) -> None:
+    async def run() -> None:
+        server = Server()
+        await server.pause()
+        if query == "level=0":
+            await server.post("/collective_rpc", rpc("start_weight_update"), seconds=60)
+        await server.post("/sleep", query=query)
+        if query == "level=0":
+            await server.post("/finish_weight_update", seconds=60)
+            await server.post("/reset_prefix_cache", seconds=60)
+        assert await server.resume() == 200
+        assert server.seen[-1][0] != "/resume"
+        assert not await server.paused_for_update()
+
+    asyncio.run(run())
+
+
+def test_a_pause_that_is_answered_after_a_resume_has_no_say() -> None:
+    async def run() -> None:
+        server = Server()
+        began, may_end, app = asyncio.Event(), asyncio.Event(), server._app
+
+        async def slow(scope: Any, *rest: Any) -> None:
+            if scope["path"] == "/pause" and not may_end.is_set():
+                began.set()
+                await may_end.wait()
+            await app(scope, *rest)
+
+        server.guard._app = slow
+        pausing = asyncio.create_task(server.post("/pause", query="mode=wait"))
+        await began.wait()
+        await server.post("/resume")
+        may_end.set()
+        assert (await pausing)[0] == 200
+        await server.pause()
+        assert await server.paused_for_update()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("tags", ["tags=weights&tags=kv_cache", "tags=x", "tags="])
+def test_a_wake_up_with_a_tag_that_is_awake_wakes_nothing(tags: str) -> None:
+    """vLLM says 200 then as well."""
+
+    async def run() -> None:
+        server = Server()
+        await server.post("/sleep", query="level=1")
+        await server.post("/wake_up", query="tags=weights")
+        await server.post("/wake_up", query=tags)
+        await server.pause()
+        assert not await server.paused_for_update()
+        assert (await server.post("/resume"))[0] == 409
+        await server.post("/wake_up", query="tags=kv_cache")
+        assert (await server.post("/resume"))[0] == 200
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("first", ["start", "sleep"])
+def test_a_sleep_and_an_update_do_not_begin_at_once(first: str) -> None:
+    async def run() -> None:
+        server = Server()
+        began, may_end, app = asyncio.Event(), asyncio.Event(), server._app
+
+        async def slow(*args: Any) -> None:
+            began.set()
+            await may_end.wait()
+            await app(*args)
+
+        server.guard._app = slow
+        calls = {
+            "start": lambda: server.post("/collective_rpc", rpc("start_weight_update"), seconds=60),
+            "sleep": lambda: server.post("/sleep", query="level=1"),
+        }
+        beginning = asyncio.create_task(calls.pop(first)())
+        await began.wait()
+        server.guard._app = app
+        (other,) = calls.values()
+        assert (await other())[0] == 409
+        may_end.set()
+        assert (await beginning)[0] == 200
+
+    asyncio.run(run())
+
+
+def test_a_strangers_call_that_fails_is_not_the_updates() -> None:
+    async def run() -> None:
+        server = Server()
+        await server.post("/collective_rpc", rpc("start_weight_update"), seconds=60)
+        server.status["/collective_rpc"] = 500
+        await server.post("/collective_rpc", {"method": "nope"})
+        server.status.clear()
+        await server.post("/finish_weight_update", seconds=60)
+        await server.post("/reset_prefix_cache", seconds=60)
         assert await generate(server) == 200
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("status", "level", "code"), [(500, 2, 503), (0, 2, 503), (422, 2, 200), (500, 1, 200)])
+def test_a_sleep_that_fails_may_have_dropped_the_weights(status: int, level: int, code: int) -> None:
+    async def run() -> None:
+        server = Server()
+        server.status["/sleep"] = status
+        with pytest.raises(ConnectionError) if status == 0 else contextlib.nullcontext():
+            await server.post("/sleep", query=f"level={level}")
+        assert await generate(server) == code
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("query", ["level=0&level=2", "level=01", "level=1.0"])
+def test_a_sleeps_level_is_read_as_vllm_reads_it(query: str) -> None:
+    async def run() -> None:
+        server = Server()
+        await server.post("/sleep", query=query)
+        assert (await server.post("/start_weight_update"))[0] == 409
+
+    asyncio.run(run())
+
+
+def test_a_second_trainers_pause_does_not_shorten_the_deadline_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_guard, "_GRACE", 0.0)
+
+    async def run() -> None:
+        server = Server()
+        await server.pause()
+        await server.post("/collective_rpc", rpc("start_weight_update"), seconds=60)
+        await server.pause(1e-6)
+        waiting = asyncio.create_task(generate(server))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await server.post("/collective_rpc", rpc("abort_weight_update"), seconds=60)
+        assert await waiting == 503
 
     asyncio.run(run())
 
@@ -421,9 +608,8 @@ def test_vllms_stuck_update_is_cleared_and_an_unfinished_one_can_be_followed(eng
     trainer = OneRank(engine)
     trainer.load(engine.checkpoint)
     trainer.connect()
-    engine.client.pause("wait")
+    engine.client.pause("wait", for_update=True)
     engine.client.start_weight_update()
-    engine.client.resume()
     trainer.update.update_weights(4)
     assert engine.client.weight_version() == 4
     assert complete(engine).status_code == 200

@@ -102,19 +102,21 @@ class EngineUpdate:
     @_step("disconnect")
     def disconnect(self) -> None:
         """Have every worker forget this trainer and unmap its memory. An engine that a failed update has left paused
-        answers again: with an error, until an update succeeds."""
+        goes on; requests that it had queued, which the weights may be no good for, are aborted. (If the weights are
+        none, the guard answers new ones with an error until an update succeeds.)"""
         self._workers("vime_disconnect")
-        if self.resumes:
-            self._client.resume(timeout=self._left())
+        if self.resumes and self._client.is_paused_for_update(timeout=self._left()) is not False:
+            self._client.pause("abort", timeout=self._left(), for_update=True)
+            self._client.resume(timeout=self._left(), for_update=True)
 
     @_step("pause")
     def pause(self) -> None:
-        """Until nothing runs: answers in flight end, new ones wait."""
+        """Until nothing runs: answers in flight end, also those that somebody's pause had frozen; new ones wait."""
         if self.resumes is None:
             # "Sleeping" is also said of one that is only paused: by somebody who resumes it, or by a trainer that died.
             asleep = self._client.is_sleeping(timeout=self._left())
-            self.resumes = not asleep or self._client.is_paused_for_update(timeout=self._left())
-        self._client.pause("wait", timeout=self._left(), for_update=True)
+            self.resumes = not asleep or bool(self._client.is_paused_for_update(timeout=self._left()))
+        self._client.pause("wait", timeout=self._left(), for_update=self.resumes)
 
     @_step("start")
     def start(self, moved: Collection[int] | None = None) -> None:
@@ -140,7 +142,7 @@ class EngineUpdate:
     def resume(self) -> None:
         self._client.reset_prefix_cache(timeout=self._left())
         if self.resumes:
-            self._client.resume(timeout=self._left())
+            self._client.resume(timeout=self._left(), for_update=True)
 
     @_step("proof")
     def poison(self) -> None:
