@@ -256,7 +256,7 @@ def test_an_engine_whose_trainer_died_among_buckets_sleeps_when_the_next_one_has
         patch.setattr(EngineUpdate, "close", lambda self: None)
         with pytest.raises(Died):
             dead.update.update_weights(51)
-    with pytest.raises(EngineError, match="a weight update is open: sleep when it"):
+    with pytest.raises(EngineError, match="a weight update is open: wait until it has ended"):
         engine.client.sleep(level=2)
     trainer = OneRank(engine)
     trainer.load(engine.checkpoint)
