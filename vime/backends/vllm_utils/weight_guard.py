@@ -179,7 +179,7 @@ class WeightGuard:
         if call.path == "/resume" or (call.path == "/wake_up" and not call.awake_after(self._sleeping)):
             if opens:
                 return _OPEN
-            if call.path == "/resume" and self._sleeping:
+            if call.path == "/resume" and (self._sleeping or self._under_way["sleep"]):
                 return "it is asleep: wake it (/wake_up)"
             if self._refuses == _FAILED and not self._sleeping and not call.for_update:
                 return f"{_FAILED}; what it has queued would be answered"
@@ -225,8 +225,6 @@ class WeightGuard:
         goes_on = call.path == "/resume" or (call.path == "/wake_up" and not self._sleeping)  # then vLLM resumes
         if goes_on:
             self._paused, self._resumed = None, self._resumed + 1
-        elif self._sleeping:
-            self._paused = _BY_OTHERS
         elif self._resumed == resumed and not (call.for_update and self._paused == _BY_UPDATE):
             self._paused = _BY_OTHERS  # its answer may come long after somebody has resumed
 

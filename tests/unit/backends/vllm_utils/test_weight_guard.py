@@ -445,8 +445,8 @@ def test_a_wake_up_with_a_tag_that_is_awake_wakes_nothing(tags: str) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("first", ["start", "sleep"])
-def test_a_sleep_and_an_update_do_not_begin_at_once(first: str) -> None:
+@pytest.mark.parametrize(("first", "second"), [("start", "sleep"), ("sleep", "start"), ("sleep", "resume")])
+def test_what_mixes_with_a_call_that_is_under_way_is_refused(first: str, second: str) -> None:
     async def run() -> None:
         server = Server()
         began, may_end, app = asyncio.Event(), asyncio.Event(), server._app
@@ -460,12 +460,12 @@ def test_a_sleep_and_an_update_do_not_begin_at_once(first: str) -> None:
         calls = {
             "start": lambda: server.post("/collective_rpc", rpc("start_weight_update"), seconds=60),
             "sleep": lambda: server.post("/sleep", query="level=1"),
+            "resume": lambda: server.post("/resume"),
         }
-        beginning = asyncio.create_task(calls.pop(first)())
+        beginning = asyncio.create_task(calls[first]())
         await began.wait()
         server.guard._app = app
-        (other,) = calls.values()
-        assert (await other())[0] == 409
+        assert (await calls[second]())[0] == 409
         may_end.set()
         assert (await beginning)[0] == 200
 
