@@ -92,8 +92,8 @@ class EngineClient:
         the prefix cache. ``keep`` freezes them, with the KV cache they have, until :meth:`resume`.
 
         Args:
-            for_update: it is for a weight update, whose trainer resumes; should that die, the next one will
-                (:meth:`is_paused_for_update`). Requests that come meanwhile are held by the guard, not by vLLM.
+            for_update: it is for a weight update, whose trainer resumes likewise; should that die, the next one's
+                update ends it. One that is paused or asleep already is not the update's to resume.
         """
         headers = {FOR_UPDATE_HEADER: "1"} if for_update else {}
         self._call("POST", "/pause", query={"mode": mode}, timeout=timeout, headers=headers)
@@ -105,15 +105,9 @@ class EngineClient:
     def is_paused(self) -> bool:
         return bool(self._call("GET", "/is_paused")["is_paused"])
 
-    def is_paused_for_update(self, timeout: float | None = None) -> bool | None:
-        """Whether a trainer has paused it for an update, and nobody else has paused it or put it to sleep. None where
-        the engine cannot say, since vime has not started it."""
-        try:
-            return bool(self._call("GET", PAUSED_PATH, timeout=timeout)["for_update"])
-        except EngineError as error:
-            if error.status == 404:
-                return None
-            raise
+    def is_paused_for_update(self, timeout: float | None = None) -> bool:
+        """Whether a trainer has paused it for an update, and nobody else has paused it or put it to sleep."""
+        return bool(self._call("GET", PAUSED_PATH, timeout=timeout)["for_update"])
 
     def sleep(self, level: int = 2, timeout: float | None = None) -> None:
         """Free GPU memory; what runs is aborted. Level 1 keeps the weights in host memory, level 2 drops them."""

@@ -2,19 +2,19 @@
 
 ASGI middleware in front of vLLM's server (``--middleware``). It watches the control calls that pass through it:
 
-* from the pause for a weight update on, which vime's trainer marks (FOR_UPDATE_HEADER), and while any update is open,
-  generation requests are held here, not in vLLM. They go on when it has finished: one of vime's trainer when that
-  resets the prefix cache, which it does once every worker has confirmed the version (vLLM answers to ``finish`` with
-  200 also if a worker has refused it), and resumes; any other one with vLLM's ``finish``. Not for ever: every call of
-  vime's trainer says how long the update may still take, and when that has passed (the trainer has died), they get 503;
-  of others, when nothing has come for ten minutes.
+* generation requests are held here, not in vLLM, while the engine is paused, asleep, or an update is open. They go on
+  when it does: after an update of vime's trainer, when that has reset the prefix cache, which it does once every worker
+  has confirmed the version (vLLM answers to ``finish`` with 200 also if a worker has refused it), and has resumed;
+  after any other update with vLLM's ``finish``. An update does not hold them for ever: every call of vime's trainer
+  says how long the update may still take, and when that has passed (the trainer has died), they get 503; of others,
+  when ten minutes have passed since their last call was answered.
 * after an update that failed, and after a sleep of level 2 (which drops the weights), they are answered with 503 and
   the reason, until an update has finished;
-* calls that would mix the two are refused with 409: an update while the weights are asleep, a sleep while an update is
-  open (layers that are being loaded have no memory that could be put away), and what would let vLLM go on with requests
-  that it has queued, while an update is open or after one that failed;
-* whoever has paused an engine or put it to sleep, starts it again: the trainer's ``resume``, marked likewise, passes
-  only if the pause is an update's. GET PAUSED_PATH says so, for a trainer that finds one which an earlier one has left.
+* calls that would mix these are refused with 409: an update of an engine that is asleep, or that somebody has resumed
+  meanwhile; a sleep while an update is open (layers that are being loaded have no memory that could be put away); and
+  what lets vLLM go on while an update is open, or with what it may have queued for weights that are not there.
+* whoever has paused an engine or put it to sleep, starts it again: vime's trainer marks its pause and its resume
+  (FOR_UPDATE_HEADER), and the latter passes only if the pause is an update's, of this trainer or of one that has died.
 
 vLLM itself would generate from whatever is in memory.
 """
@@ -41,12 +41,13 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 MIDDLEWARE = "vime.backends.vllm_utils.weight_guard.WeightGuard"
 TIMEOUT_HEADER = "x-vime-timeout"  # of a call: the seconds that its caller waits for it
 FOR_UPDATE_HEADER = "x-vime-for-update"  # of /pause and /resume: for a weight update, by vime's trainer
-PAUSED_PATH = "/vime/paused"  # GET: {"for_update": whether it would generate, were it not paused for an update}
+PAUSED_PATH = "/vime/paused"  # GET: {"for_update": whether an update has paused it, and nobody else}
 _GENERATES = ("/v1/", "/v2/", "/inference/", "/generate", "/generative_scoring", "/invocations", "/pooling", "/score")
 _GENERATES += ("/classify", "/rerank", "/cohere/")
+_CANCELS = ("/abort_requests", "/cancel")  # ends of paths that begin likewise
 _UPDATES = ("/start_weight_update", "/update_weights", "/finish_weight_update", "/collective_rpc")
 _FINISH, _CONFIRM = "/finish_weight_update", "/reset_prefix_cache"
-_CONTROLS = (*_UPDATES, _CONFIRM, "/pause", "/resume", "/sleep", "/wake_up")
+_CONTROLS = (*_UPDATES, _CONFIRM, "/pause", "/resume", "/sleep", "/wake_up", "/release_kv_cache_memory")
 _SILENCE = 600.0  # seconds between two calls of an update, of a caller that does not say how long it may take
 _GRACE = 30.0  # seconds for which more than that the trainer's ranks wait for each other
 _START, _ENDS = "vime_start_weight_update", ("vime_abort_weight_update", "vime_disconnect")  # methods of plugin.py
@@ -55,6 +56,7 @@ _BY_UPDATE, _BY_OTHERS = "update", "others"
 _FAILED = "its last weight update failed half-way, and none has finished since"
 _DROPPED = "a sleep of level 2 has dropped its weights, and no weight update has finished since"
 _ASLEEP = "the weights are asleep: wake them (/wake_up?tags=weights) before an update"
+_FALLING_ASLEEP = "a sleep is under way: wait until it has ended"
 _OPEN = (
     "a weight update is open: wait until it has ended; if its trainer has died, connect the next one, or end it "
     "(/collective_rpc with the method vime_abort_weight_update)"
@@ -82,9 +84,14 @@ class _Call:
             level = float(self.query.get("level", ["1"])[-1])
         except ValueError:
             return -1
-        return int(level) if level in (0, 1, 2) else -1
+        return min(int(level), 2) if level.is_integer() and level >= 0 else -1  # 0.26 drops the weights for 3 as well
 
-    def awake_after(self, sleeping: set[str]) -> set[str]:
+    @property
+    def keeps_requests(self) -> bool:
+        """Of a pause or a sleep."""
+        return self.query.get("mode", ["abort"])[-1] != "abort"
+
+    def asleep_after(self, sleeping: set[str]) -> set[str]:
         """What a /wake_up leaves asleep. As vLLM does: nothing is woken if a tag of it is not asleep."""
         if "tags" not in self.query:
             return set()
@@ -101,12 +108,13 @@ class WeightGuard:
         self._sleeping: set[str] = set()  # of _TAGS
         self._paused: str | None = None  # by whom: _BY_UPDATE or _BY_OTHERS
         self._resumed = 0  # times that vLLM has gone on
+        self._queued = False  # vLLM may have requests, from before it was stopped
         self._open = False  # an update is
         self._ours = False  # it is of vime's trainer
         self._finished = False  # and vLLM has said so
         self._until = 0.0  # when the deadline of that, or of the pause for it, passes (time.monotonic)
         self._under_way: Counter[str] = Counter()  # "start" and "sleep": calls that vLLM has not answered
-        self._changed = asyncio.Event()  # any of these has
+        self._changed = asyncio.Event()  # what a held request waits for may have come
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope.get("path", ""), scope.get("method") if scope["type"] == "http" else None
@@ -114,25 +122,30 @@ class WeightGuard:
             await _answer(send, 200, {"for_update": self._paused == _BY_UPDATE})
         elif method == "POST" and path in _CONTROLS:
             await self._control(scope, receive, send)
-        elif method == "POST" and path.startswith(_GENERATES) and (why := await self._why_not_now()) is not None:
-            await _refuse(send, 503, f"this engine does not generate: {why}")
+        elif method == "POST" and path.startswith(_GENERATES) and not path.endswith(_CANCELS):
+            if (why := await self._why_not_now()) is not None:
+                await _refuse(send, 503, f"this engine does not generate: {why}")
+            else:
+                await self._app(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
     async def _why_not_now(self) -> str | None:
-        """Wait until there is no update. The answer is why there is to be no generation, or None."""
-        while self._open or (self._paused == _BY_UPDATE and self._refuses is None):
-            left = self._until - time.monotonic()
-            if left <= 0:  # it may still end well
-                what = "a weight update has been open past its" if self._open else "it is paused for an update past its"
-                return f"{what} deadline"
+        """Wait until it generates. The answer is why it is not to, or None."""
+        while self._open or ((self._paused or self._sleeping) and self._refuses is None):
+            left = None  # whoever else has stopped it knows for how long
+            if self._open or self._paused == _BY_UPDATE:
+                left = self._until - time.monotonic()
+                if left <= 0:  # it may still end well
+                    what = "a weight update has been open" if self._open else "it is paused for an update"
+                    return f"{what} past its deadline"
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), left)
         return self._refuses
 
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+    def _state(self) -> tuple[Any, ...]:
+        """What a held request waits for a change of."""
+        return self._open, self._paused, bool(self._sleeping), self._refuses, self._until == math.inf
 
     async def _control(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await _read(receive)
@@ -143,6 +156,7 @@ class WeightGuard:
         if (why := self._conflict(call)) is not None:
             await _refuse(send, 409, why)
             return
+        before = self._state()
         until = self._before(call)
         kept, resumed, status = self._refuses, self._resumed, 0
         if call.level == 2:  # whatever comes of it, the weights may be gone
@@ -168,21 +182,25 @@ class WeightGuard:
                 self._refuses = kept
             if self._until == math.inf:
                 self._until = time.monotonic() + _SILENCE
-            self._notify()
+            if self._state() != before:
+                self._changed.set()
+                self._changed = asyncio.Event()
 
     def _conflict(self, call: _Call) -> str | None:
-        if call.starts and ("weights" in self._sleeping or self._under_way["sleep"]):
-            return _ASLEEP
         opens = self._open or self._under_way["start"]
-        if call.level >= 1 and opens:
+        goes_on = call.path == "/resume" or (call.path == "/wake_up" and not call.asleep_after(self._sleeping))
+        if (call.starts or call.path in ("/resume", "/wake_up")) and self._under_way["sleep"]:
+            return _FALLING_ASLEEP
+        if call.starts and "weights" in self._sleeping:
+            return _ASLEEP
+        if call.method == _START and self._paused is None and not self._sleeping:
+            return "it is not paused for the update: somebody has resumed it"
+        if (call.level >= 1 or goes_on) and opens:
             return _OPEN
-        if call.path == "/resume" or (call.path == "/wake_up" and not call.awake_after(self._sleeping)):
-            if opens:
-                return _OPEN
-            if call.path == "/resume" and (self._sleeping or self._under_way["sleep"]):
-                return "it is asleep: wake it (/wake_up)"
-            if self._refuses == _FAILED and not self._sleeping and not call.for_update:
-                return f"{_FAILED}; what it has queued would be answered"
+        if call.path == "/resume" and self._sleeping:
+            return "it is asleep: wake it (/wake_up)"
+        if goes_on and self._refuses is not None and self._queued:
+            return f"{self._refuses}; what it has queued would be answered: end that first (/pause?mode=abort)"
         return None
 
     def _before(self, call: _Call) -> float:
@@ -191,6 +209,8 @@ class WeightGuard:
         until = math.inf if call.seconds is None else time.monotonic() + call.seconds + _GRACE
         if self._open and (call.seconds is not None or not self._ours):  # others may call meanwhile
             self._until = max(self._until, until)
+        if call.path in ("/pause", "/sleep"):
+            self._queued |= call.keeps_requests
         if call.path == "/pause" and call.for_update and self._paused != _BY_OTHERS:
             # From now on, since it may fail or its caller die while vLLM lets answers in flight end.
             self._paused = _BY_UPDATE
@@ -200,8 +220,9 @@ class WeightGuard:
 
     def _after(self, call: _Call, status: int, until: float, resumed: int) -> None:
         """``resumed``: ``self._resumed`` when the call came."""
-        if call.path in ("/pause", "/sleep", "/wake_up", "/resume") and status == 200:
-            self._stopped_or_gone_on(call, resumed)
+        if call.path in ("/pause", "/sleep", "/wake_up", "/resume", "/release_kv_cache_memory"):
+            if status == 200:
+                self._stopped_or_gone_on(call, resumed)
         elif call.starts and status == 200:
             self._open, self._until = True, until
             self._ours, self._finished = call.method == _START, False
@@ -211,22 +232,24 @@ class WeightGuard:
             self._open, self._refuses = False, None
         elif self._open and call.path in _UPDATES and self._ends_it(call, status):
             self._open, self._refuses = False, _FAILED
-        self._notify()
 
     def _ends_it(self, call: _Call, status: int) -> bool:
         """Whether an update has failed. A stranger's call that fails is not one of vime's trainer's."""
         return call.method in _ENDS or (status != 200 and (call.seconds is not None or not self._ours))
 
     def _stopped_or_gone_on(self, call: _Call, resumed: int) -> None:
-        if call.path == "/sleep" and call.level >= 1:
+        if call.level >= 1:
             self._sleeping |= _TAGS
+        elif call.path == "/release_kv_cache_memory":
+            self._sleeping.add("kv_cache")
         elif call.path == "/wake_up":
-            self._sleeping = call.awake_after(self._sleeping)
-        goes_on = call.path == "/resume" or (call.path == "/wake_up" and not self._sleeping)  # then vLLM resumes
-        if goes_on:
-            self._paused, self._resumed = None, self._resumed + 1
+            self._sleeping = call.asleep_after(self._sleeping)
+        if call.path == "/resume" or (call.path == "/wake_up" and not self._sleeping):  # then vLLM goes on
+            self._paused, self._queued, self._resumed = None, False, self._resumed + 1
         elif self._resumed == resumed and not (call.for_update and self._paused == _BY_UPDATE):
             self._paused = _BY_OTHERS  # its answer may come long after somebody has resumed
+        if call.path in ("/pause", "/sleep") and not call.keeps_requests:
+            self._queued = False
 
 
 def _parse(scope: Scope, body: bytes) -> _Call:

@@ -217,7 +217,6 @@ def test_an_engine_that_a_dead_trainer_left_paused_generates_after_the_next_ones
         pass
 
     def die(self: Any, *args: Any) -> None:
-        self.resumes = False  # whatever is still called for its sake
         raise Died
 
     dead, expected = synced(engine, 34), tokens(engine)

@@ -72,6 +72,12 @@ class Server:
         """As vime's trainer does."""
         return (await self.post("/pause", seconds=seconds, headers={"x-vime-for-update": "1"}))[0]
 
+    async def start(self, seconds: float | None = 60) -> int:
+        """An update of vime's trainer, which pauses first."""
+        headers = {"x-vime-for-update": "1"}
+        assert (await self.post("/pause", seconds=seconds, headers=headers))[0] == 200
+        return (await self.post("/collective_rpc", rpc("start_weight_update"), seconds=seconds))[0]
+
     async def resume(self) -> int:
         """As vime's trainer does."""
         return (await self.post("/resume", seconds=60, headers={"x-vime-for-update": "1"}))[0]
@@ -110,7 +116,7 @@ def test_an_update_of_the_trainer_ends_when_every_worker_has_confirmed() -> None
 
     async def run(confirmed: bool) -> None:
         server = Server()
-        await server.post("/collective_rpc", rpc("start_weight_update"))
+        await server.start()
         waiting = asyncio.create_task(generate(server))
         await server.post("/collective_rpc", rpc("update_weights"))
         assert (await server.post("/finish_weight_update"))[0] == 200
@@ -121,8 +127,8 @@ def test_an_update_of_the_trainer_ends_when_every_worker_has_confirmed() -> None
             await server.post("/reset_prefix_cache")
         else:
             await server.post("/collective_rpc", rpc("abort_weight_update"))
+        await server.resume()
         assert await waiting == (200 if confirmed else 503)
-        await server.post("/resume")
         assert await generate(server) == (200 if confirmed else 503)
 
     asyncio.run(run(True))
@@ -140,7 +146,7 @@ def test_generation_does_not_wait_for_an_update_whose_trainer_has_died(
     async def run() -> None:
         server = Server()
         await server.post("/reset_prefix_cache", seconds=60)
-        await server.post("/collective_rpc", rpc("start_weight_update"), seconds=0.02 if told else None)
+        await server.start(0.02 if told else None)
         waiting = asyncio.create_task(generate(server))
         await server.post("/collective_rpc", rpc("update_weights"), seconds=0.01 if told else None)
         await server.post("/reset_prefix_cache")  # of somebody else
@@ -151,6 +157,7 @@ def test_generation_does_not_wait_for_an_update_whose_trainer_has_died(
         await asyncio.sleep(0)
         assert not waiting.done()
         await server.post("/reset_prefix_cache", seconds=60)
+        await server.resume()
         assert await waiting == 200
         assert await generate(server) == 200
 
@@ -162,7 +169,7 @@ def test_somebody_elses_call_does_not_shorten_the_deadline_of_an_update(monkeypa
 
     async def run() -> None:
         server = Server()
-        await server.post("/collective_rpc", rpc("start_weight_update"), seconds=60)
+        await server.start()
         await server.post("/reset_prefix_cache", seconds=1e-6)
         waiting = asyncio.create_task(generate(server))
         await asyncio.sleep(0)
@@ -207,7 +214,7 @@ def test_resetting_the_prefix_cache_ends_no_update_that_has_not_finished() -> No
 
     async def run() -> None:
         server = Server()
-        await server.post("/collective_rpc", rpc("start_weight_update"))
+        await server.start()
         waiting = asyncio.create_task(generate(server))
         await server.post("/reset_prefix_cache")
         await asyncio.sleep(0)
@@ -298,12 +305,12 @@ def test_no_update_while_asleep_and_no_answers_from_dropped_weights() -> None:
 def test_no_sleep_while_an_update_is_open() -> None:
     async def run() -> None:
         server = Server()
-        await server.post("/collective_rpc", rpc("start_weight_update"), seconds=60)
-        for query in ("", "level=1", "level=2&mode=abort"):
+        await server.start()
+        for query in ("", "level=1", "level=2&mode=abort", "level=3"):
             code, text = await server.post("/sleep", query=query)
             assert code == 409
             assert "a weight update is open" in text
-        for query in ("level=0", "level=3", "level=deep"):  # no memory is touched; vLLM's to refuse
+        for query in ("level=0", "level=-1", "level=deep", "level=1.5"):  # no memory is touched; vLLM's to refuse
             assert (await server.post("/sleep", query=query))[0] == 200
         await server.post("/collective_rpc", rpc("abort_weight_update"), seconds=60)
         assert (await server.post("/sleep", query="level=2"))[0] == 200
@@ -350,7 +357,7 @@ def test_requests_that_come_after_the_pause_do_not_wait_in_vllm(fails: bool) -> 
         server = Server()
         await server.pause()
         waiting = asyncio.create_task(generate(server))
-        await server.post("/collective_rpc", rpc("start_weight_update"), seconds=60)
+        await server.start()
         server.status["/collective_rpc"] = 500 if fails else 200
         await server.post("/collective_rpc", rpc("update_weights"), seconds=60)
         server.status.clear()
@@ -365,23 +372,82 @@ def test_requests_that_come_after_the_pause_do_not_wait_in_vllm(fails: bool) -> 
 
 
 @pytest.mark.parametrize("path", ["/resume", "/wake_up", "/wake_up?tags=scheduling"])
-def test_nobody_lets_vllm_go_on_with_half_an_update(path: str) -> None:
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_nobody_lets_vllm_go_on_with_half_an_update(path: str, mode: str) -> None:
+    """With none that is open, and after one that failed not with what may be queued: a pause to wait for what runs
+    leaves what does not run yet, one to keep also what does."""
+
     async def run() -> None:
         server, route = Server(), (path.partition("?")[0], None, path.partition("?")[2])
-        await server.post("/pause")
+        assert (await server.post("/pause", query=f"mode={mode}"))[0] == 200
         await server.post("/collective_rpc", rpc("start_weight_update"), seconds=60)
         code, text = await server.post(*route)
         assert (code, "a weight update is open" in text) == (409, True)
         await server.post("/collective_rpc", rpc("abort_weight_update"), seconds=60)
-        code, text = await server.post(*route)
-        assert (code, "what it has queued would be answered" in text) == (409, True)
-        await server.post("/sleep")  # which ends what is queued
-        assert (await server.post("/resume"))[0] == 409  # what is asleep does not run
-        assert (await server.post("/wake_up"))[0] == 200
-        assert await generate(server) == 503
-        await server.post("/start_weight_update")
-        await server.post("/finish_weight_update")
+        if mode != "abort":
+            code, text = await server.post(*route)
+            assert (code, "what it has queued would be answered: end that first" in text) == (409, True)
+            await server.post("/pause")
         assert (await server.post(*route))[0] == 200
+        assert await generate(server) == 503
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleep_that_keeps_requests_does_not_wake_for_weights_that_are_not_there(level: int) -> None:
+    async def run() -> None:
+        server = Server()
+        await server.start()
+        await server.post("/collective_rpc", rpc("abort_weight_update"), seconds=60)
+        await server.post("/sleep", query=f"level={level}&mode=keep")
+        assert (await server.post("/resume"))[0] == 409  # what is asleep does not run
+        assert (await server.post("/wake_up", query="tags=weights"))[0] == 200
+        assert (await server.post("/wake_up", query="tags=kv_cache"))[0] == 409
+        await server.post("/collective_rpc", rpc("start_weight_update"), seconds=60)
+        await server.post("/finish_weight_update", seconds=60)
+        await server.post("/reset_prefix_cache", seconds=60)
+        assert (await server.post("/wake_up", query="tags=kv_cache"))[0] == 200
+        assert await generate(server) == 200
+        await server.post("/sleep", query=f"level={level}")
+        assert (await server.post("/wake_up"))[0] == 200
+        assert await generate(server) == (200 if level == 1 else 503)
+
+    asyncio.run(run())
+
+
+def test_no_update_begins_on_an_engine_that_somebody_has_resumed() -> None:
+    """Its answers would be of both versions."""
+
+    async def run() -> None:
+        server = Server()
+        await server.pause()
+        await server.post("/resume")
+        code, text = await server.post("/collective_rpc", rpc("start_weight_update"), seconds=60)
+        assert (code, "somebody has resumed it" in text) == (409, True)
+        assert await generate(server) == 200
+        assert await server.start() == 200
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stop", ["/pause", "/sleep?level=0", "/sleep?level=1", "/release_kv_cache_memory"])
+def test_requests_that_come_to_a_stopped_engine_do_not_wait_in_vllm(stop: str) -> None:
+    """But what ends others passes."""
+
+    async def run() -> None:
+        server = Server()
+        await server.post(stop.partition("?")[0], query=stop.partition("?")[2])
+        waiting = asyncio.create_task(generate(server))
+        for path in ("/abort_requests", "/inference/v1/abort_requests", "/v1/responses/7/cancel"):
+            assert (await asyncio.wait_for(server.post(path), 30))[0] == 200
+        assert not waiting.done()
+        if "release" in stop:
+            await server.post("/resume")  # refused: its cache has no memory
+            await asyncio.sleep(0)
+            assert not waiting.done()
+        await server.post("/wake_up")
+        assert await waiting == 200
 
     asyncio.run(run())
 
@@ -445,10 +511,13 @@ def test_a_wake_up_with_a_tag_that_is_awake_wakes_nothing(tags: str) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("first", "second"), [("start", "sleep"), ("sleep", "start"), ("sleep", "resume")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("start", "sleep"), ("sleep", "start"), ("sleep", "resume"), ("sleep", "wake")]
+)
 def test_what_mixes_with_a_call_that_is_under_way_is_refused(first: str, second: str) -> None:
     async def run() -> None:
         server = Server()
+        await server.pause()
         began, may_end, app = asyncio.Event(), asyncio.Event(), server._app
 
         async def slow(*args: Any) -> None:
@@ -461,6 +530,7 @@ def test_what_mixes_with_a_call_that_is_under_way_is_refused(first: str, second:
             "start": lambda: server.post("/collective_rpc", rpc("start_weight_update"), seconds=60),
             "sleep": lambda: server.post("/sleep", query="level=1"),
             "resume": lambda: server.post("/resume"),
+            "wake": lambda: server.post("/wake_up"),
         }
         beginning = asyncio.create_task(calls[first]())
         await began.wait()
@@ -475,12 +545,13 @@ def test_what_mixes_with_a_call_that_is_under_way_is_refused(first: str, second:
 def test_a_strangers_call_that_fails_is_not_the_updates() -> None:
     async def run() -> None:
         server = Server()
-        await server.post("/collective_rpc", rpc("start_weight_update"), seconds=60)
+        await server.start()
         server.status["/collective_rpc"] = 500
         await server.post("/collective_rpc", {"method": "nope"})
         server.status.clear()
         await server.post("/finish_weight_update", seconds=60)
         await server.post("/reset_prefix_cache", seconds=60)
+        await server.resume()
         assert await generate(server) == 200
 
     asyncio.run(run())

@@ -18,7 +18,6 @@ class Engine:
     wanted: list[list[int]]  # of each worker the ranks that must send to it
     apart: bool  # it cannot open the leader's memory, so buckets are sent to it as well
     proven: bool = False  # its planned and its bucketed update have left the same bytes
-    resumes: bool | None = None  # after a failed update: whether it generated before
     channel: bool = False  # open
     untold: dict[int, dict[str, Any]] = field(default_factory=dict)  # rank -> its new arenas, until it knows of them
 

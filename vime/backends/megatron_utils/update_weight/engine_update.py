@@ -55,7 +55,6 @@ class EngineUpdate:
     (weight_guard.py) and can be updated again.
 
     Args:
-        resume: whether it shall generate again afterwards; None: if it does now. Whoever put it to sleep wakes it.
         timeout: seconds that all steps together may take.
 
     Attributes:
@@ -64,8 +63,8 @@ class EngineUpdate:
         states: the workers' states after the last step that asked for them.
     """
 
-    def __init__(self, address: EngineAddress, connection: str, timeout: float, resume: bool | None = None) -> None:
-        self.address, self.connection, self.resumes = address, connection, resume
+    def __init__(self, address: EngineAddress, connection: str, timeout: float) -> None:
+        self.address, self.connection = address, connection
         self.seconds: dict[str, float] = {}
         self.failure: dict[str, Any] | None = None
         self.states: list[State] = []
@@ -102,21 +101,17 @@ class EngineUpdate:
     @_step("disconnect")
     def disconnect(self) -> None:
         """Have every worker forget this trainer and unmap its memory. An engine that a failed update has left paused
-        goes on; requests that it had queued, which the weights may be no good for, are aborted. (If the weights are
-        none, the guard answers new ones with an error until an update succeeds.)"""
+        goes on; requests that it had queued, for which the weights may be no good, are aborted. (Then the guard answers
+        new ones with an error until an update succeeds.)"""
         self._workers("vime_disconnect")
-        if self.resumes and self._client.is_paused_for_update(timeout=self._left()) is not False:
+        if self._client.is_paused_for_update(timeout=self._left()):
             self._client.pause("abort", timeout=self._left(), for_update=True)
             self._client.resume(timeout=self._left(), for_update=True)
 
     @_step("pause")
     def pause(self) -> None:
         """Until nothing runs: answers in flight end, also those that somebody's pause had frozen; new ones wait."""
-        if self.resumes is None:
-            # "Sleeping" is also said of one that is only paused: by somebody who resumes it, or by a trainer that died.
-            asleep = self._client.is_sleeping(timeout=self._left())
-            self.resumes = not asleep or bool(self._client.is_paused_for_update(timeout=self._left()))
-        self._client.pause("wait", timeout=self._left(), for_update=self.resumes)
+        self._client.pause("wait", timeout=self._left(), for_update=True)
 
     @_step("start")
     def start(self, moved: Collection[int] | None = None) -> None:
@@ -140,9 +135,9 @@ class EngineUpdate:
 
     @_step("resume")
     def resume(self) -> None:
+        """Generate again, unless somebody has put it to sleep or paused it as well, who ends that himself."""
         self._client.reset_prefix_cache(timeout=self._left())
-        if self.resumes:
-            self._client.resume(timeout=self._left(), for_update=True)
+        self._client.resume(timeout=self._left(), for_update=True)
 
     @_step("proof")
     def poison(self) -> None:

@@ -114,7 +114,7 @@ class UpdateWeightFromTensor:
             engine = Engine(address, answer["problems"], answer["wanted"], answer["apart"])
             self._engines[address.index] = engine
             if answer["knew_us"] and before is not None and before.address == address:
-                engine.proven, engine.resumes, engine.channel = before.proven, before.resumes, before.channel
+                engine.proven, engine.channel = before.proven, before.channel
                 engine.untold = before.untold
         self._open_channels(list(self._engines.values()))
 
@@ -131,7 +131,7 @@ class UpdateWeightFromTensor:
 
         def leave() -> list[dict[str, Any]]:
             led = [
-                EngineUpdate(engine.address, self._connection, self.options.weight_update_timeout, engine.resumes)
+                EngineUpdate(engine.address, self._connection, self.options.weight_update_timeout)
                 for engine in self._engines.values()
                 if leader(engine.address) == self.rank
             ]
@@ -253,9 +253,7 @@ class UpdateWeightFromTensor:
         self._make_reachable(chosen, version)
 
         led = {
-            engine.address.index: EngineUpdate(
-                engine.address, self._connection, self.options.weight_update_timeout, engine.resumes
-            )
+            engine.address.index: EngineUpdate(engine.address, self._connection, self.options.weight_update_timeout)
             for engine in chosen
             if leader(engine.address) == self.rank
         }
@@ -294,8 +292,6 @@ class UpdateWeightFromTensor:
             engine.proven |= index not in failed
             if index not in failed:
                 engine.untold.clear()
-            # Of one that was asleep it is asked again: it may be woken by then.
-            engine.resumes = (led[index].resumes or None) if index in failed and index in led else None
             if index in failed:
                 self._channels.close(index)
                 engine.channel = False

@@ -33,7 +33,7 @@ TP2_PP2 = ParallelLayout(world_size=4, tp=2, pp=2, ep=1, etp=2)
 DP2 = ParallelLayout(world_size=2, ep=2)
 
 PLANNED = [
-    *("/is_sleeping", "/pause", "vime_start_weight_update", "vime_update_weights"),
+    *("/pause", "vime_start_weight_update", "vime_update_weights"),
     *("/finish_weight_update", "vime_weight_state", "/reset_prefix_cache", "/resume"),
 ]
 BUCKETED: dict[str, Any] = {"update_weight_transport": "bucketed", "check_weight_update": "off"}
