@@ -209,8 +209,8 @@ class WeightGuard:
         until = math.inf if call.seconds is None else time.monotonic() + call.seconds + _GRACE
         if self._open and (call.seconds is not None or not self._ours):  # others may call meanwhile
             self._until = max(self._until, until)
-        if call.path in ("/pause", "/sleep"):
-            self._queued |= call.keeps_requests
+        if call.path in ("/pause", "/sleep") and self._paused is None and not self._sleeping:
+            self._queued = call.keeps_requests  # of one that is stopped already it stays: it has got no more since
         if call.path == "/pause" and call.for_update and self._paused != _BY_OTHERS:
             # From now on, since it may fail or its caller die while vLLM lets answers in flight end.
             self._paused = _BY_UPDATE

@@ -68,14 +68,13 @@ class Server:
         await self.guard(scope, receive, send)
         return sent[0]["status"], b"".join(message.get("body", b"") for message in sent).decode()
 
-    async def pause(self, seconds: float = 60) -> int:
+    async def pause(self, seconds: float | None = 60) -> int:
         """As vime's trainer does."""
-        return (await self.post("/pause", seconds=seconds, headers={"x-vime-for-update": "1"}))[0]
+        return (await self.post("/pause", query="mode=wait", seconds=seconds, headers={"x-vime-for-update": "1"}))[0]
 
     async def start(self, seconds: float | None = 60) -> int:
         """An update of vime's trainer, which pauses first."""
-        headers = {"x-vime-for-update": "1"}
-        assert (await self.post("/pause", seconds=seconds, headers=headers))[0] == 200
+        assert await self.pause(seconds) == 200
         return (await self.post("/collective_rpc", rpc("start_weight_update"), seconds=seconds))[0]
 
     async def resume(self) -> int:
@@ -365,6 +364,8 @@ def test_requests_that_come_after_the_pause_do_not_wait_in_vllm(fails: bool) -> 
         await server.post("/reset_prefix_cache", seconds=60)
         await asyncio.sleep(0)
         assert waiting.done() == fails
+        if fails:  # as the trainer does when it leaves
+            await server.post("/pause", query="mode=abort", headers={"x-vime-for-update": "1"})
         assert (await server.resume()) == 200
         assert await waiting == await generate(server) == (503 if fails else 200)
 
@@ -394,13 +395,23 @@ def test_nobody_lets_vllm_go_on_with_half_an_update(path: str, mode: str) -> Non
     asyncio.run(run())
 
 
+def test_an_engine_that_was_put_to_sleep_has_nothing_queued_whatever_an_update_says_of_waiting() -> None:
+    async def run() -> None:
+        server = Server()
+        await server.post("/sleep", query="level=2")
+        await server.pause()  # an update is tried: 409
+        assert (await server.post("/wake_up"))[0] == 200
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_sleep_that_keeps_requests_does_not_wake_for_weights_that_are_not_there(level: int) -> None:
     async def run() -> None:
         server = Server()
         await server.start()
         await server.post("/collective_rpc", rpc("abort_weight_update"), seconds=60)
-        await server.post("/sleep", query=f"level={level}&mode=keep")
+        await server.post("/sleep", query=f"level={level}&mode=keep")  # what that pause has left waiting
         assert (await server.post("/resume"))[0] == 409  # what is asleep does not run
         assert (await server.post("/wake_up", query="tags=weights"))[0] == 200
         assert (await server.post("/wake_up", query="tags=kv_cache"))[0] == 409
