@@ -105,10 +105,10 @@ class WeightGuard:
     def __init__(self, app: App) -> None:
         self._app = app
         self._refuses: str | None = None  # why generation is refused
-        self._sleeping: set[str] = set()  # of _TAGS
         self._paused: str | None = None  # by whom: _BY_UPDATE or _BY_OTHERS
+        self._sleeping: set[str] = set()  # of _TAGS; whoever sleeps is paused
         self._resumed = 0  # times that vLLM has gone on
-        self._queued = False  # vLLM may have requests, from before it was stopped
+        self._queued = False  # vLLM may have requests, from before it was paused
         self._open = False  # an update is
         self._ours = False  # it is of vime's trainer
         self._finished = False  # and vLLM has said so
@@ -132,7 +132,7 @@ class WeightGuard:
 
     async def _why_not_now(self) -> str | None:
         """Wait until it generates. The answer is why it is not to, or None."""
-        while self._open or ((self._paused or self._sleeping) and self._refuses is None):
+        while self._open or (self._paused is not None and self._refuses is None):
             left = None  # whoever else has stopped it knows for how long
             if self._open or self._paused == _BY_UPDATE:
                 left = self._until - time.monotonic()
@@ -145,7 +145,7 @@ class WeightGuard:
 
     def _state(self) -> tuple[Any, ...]:
         """What a held request waits for a change of."""
-        return self._open, self._paused, bool(self._sleeping), self._refuses, self._until == math.inf
+        return self._open, self._paused, self._refuses, self._until == math.inf
 
     async def _control(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await _read(receive)
@@ -193,7 +193,7 @@ class WeightGuard:
             return _FALLING_ASLEEP
         if call.starts and "weights" in self._sleeping:
             return _ASLEEP
-        if call.method == _START and self._paused is None and not self._sleeping:
+        if call.method == _START and self._paused is None:
             return "it is not paused for the update: somebody has resumed it"
         if (call.level >= 1 or goes_on) and opens:
             return _OPEN
@@ -209,7 +209,7 @@ class WeightGuard:
         until = math.inf if call.seconds is None else time.monotonic() + call.seconds + _GRACE
         if self._open and (call.seconds is not None or not self._ours):  # others may call meanwhile
             self._until = max(self._until, until)
-        if call.path in ("/pause", "/sleep") and self._paused is None and not self._sleeping:
+        if call.path in ("/pause", "/sleep") and self._paused is None:
             self._queued = call.keeps_requests  # of one that is stopped already it stays: it has got no more since
         if call.path == "/pause" and call.for_update and self._paused != _BY_OTHERS:
             # From now on, since it may fail or its caller die while vLLM lets answers in flight end.
@@ -245,7 +245,7 @@ class WeightGuard:
         elif call.path == "/wake_up":
             self._sleeping = call.asleep_after(self._sleeping)
         if call.path == "/resume" or (call.path == "/wake_up" and not self._sleeping):  # then vLLM goes on
-            self._paused, self._queued, self._resumed = None, False, self._resumed + 1
+            self._paused, self._resumed = None, self._resumed + 1
         elif self._resumed == resumed and not (call.for_update and self._paused == _BY_UPDATE):
             self._paused = _BY_OTHERS  # its answer may come long after somebody has resumed
         if call.path in ("/pause", "/sleep") and not call.keeps_requests:

@@ -208,6 +208,32 @@ def test_a_call_that_has_no_deadline_is_not_late_while_it_lasts(monkeypatch: pyt
     asyncio.run(run())
 
 
+def test_a_call_without_a_deadline_whose_caller_has_gone_is_late_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_guard, "_SILENCE", 0.02)
+
+    async def run() -> None:
+        server = Server()
+        began, may_end, app = asyncio.Event(), asyncio.Event(), server._app
+
+        async def slow(scope: Any, *rest: Any) -> None:
+            if scope["path"] == "/update_weights":
+                began.set()
+                await may_end.wait()
+            await app(scope, *rest)
+
+        server.guard._app = slow
+        await server.post("/start_weight_update")
+        updating = asyncio.create_task(server.post("/update_weights"))
+        await began.wait()
+        waiting = asyncio.create_task(generate(server))
+        await asyncio.sleep(0)
+        may_end.set()
+        await updating
+        assert await asyncio.wait_for(waiting, 30) == 503
+
+    asyncio.run(run())
+
+
 def test_resetting_the_prefix_cache_ends_no_update_that_has_not_finished() -> None:
     """It is an ordinary route, which others may call at any time."""
 
@@ -568,8 +594,11 @@ def test_a_strangers_call_that_fails_is_not_the_updates() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("status", "level", "code"), [(500, 2, 503), (0, 2, 503), (422, 2, 200), (500, 1, 200)])
-def test_a_sleep_that_fails_may_have_dropped_the_weights(status: int, level: int, code: int) -> None:
+@pytest.mark.parametrize(
+    ("status", "level", "code"),
+    [(500, 2, 503), (0, 2, 503), (422, 2, 200), (500, 1, 200), (422, 3, 200), (200, 3, 503)],
+)
+def test_a_sleep_may_have_dropped_the_weights_whatever_is_answered(status: int, level: int, code: int) -> None:
     async def run() -> None:
         server = Server()
         server.status["/sleep"] = status
