@@ -156,8 +156,8 @@ class WeightGuard:
         if (why := self._conflict(call)) is not None:
             await _refuse(send, 409, why)
             return
-        before = self._state()
         until = self._before(call)
+        before = self._state()
         kept, resumed, status = self._refuses, self._resumed, 0
         if call.level == 2:  # whatever comes of it, the weights may be gone
             self._refuses = _DROPPED
