@@ -113,7 +113,7 @@ class WeightGuard:
         self._ours = False  # it is of vime's trainer
         self._finished = False  # and vLLM has said so
         self._until = 0.0  # when the deadline of that, or of the pause for it, passes (time.monotonic)
-        self._under_way: Counter[str] = Counter()  # "start" and "sleep": calls that vLLM has not answered
+        self._under_way: Counter[str] = Counter()  # "start", "stop", "sleep": calls that vLLM has not answered
         self._changed = asyncio.Event()  # what a held request waits for may have come
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -123,16 +123,17 @@ class WeightGuard:
         elif method == "POST" and path in _CONTROLS:
             await self._control(scope, receive, send)
         elif method == "POST" and path.startswith(_GENERATES) and not path.endswith(_CANCELS):
+            body = await _read(receive)  # or it might come when all has changed again
             if (why := await self._why_not_now()) is not None:
                 await _refuse(send, 503, f"this engine does not generate: {why}")
             else:
-                await self._app(scope, receive, send)
+                await self._app(scope, _replay(body, receive), send)
         else:
             await self._app(scope, receive, send)
 
     async def _why_not_now(self) -> str | None:
         """Wait until it generates. The answer is why it is not to, or None."""
-        while self._open or (self._paused is not None and self._refuses is None):
+        while self._open or (self._stops() and self._refuses is None):
             left = None  # whoever else has stopped it knows for how long
             if self._open or self._paused == _BY_UPDATE:
                 left = self._until - time.monotonic()
@@ -143,40 +144,46 @@ class WeightGuard:
                 await asyncio.wait_for(self._changed.wait(), left)
         return self._refuses
 
+    def _stops(self) -> bool:
+        """It is paused or about to be: vLLM, which first ends what runs, would queue what comes then."""
+        return self._paused is not None or self._under_way["stop"] > 0
+
     def _state(self) -> tuple[Any, ...]:
         """What a held request waits for a change of."""
-        return self._open, self._paused, self._refuses, self._until == math.inf
+        return self._open, self._stops(), self._paused, self._refuses, self._until == math.inf
 
     async def _control(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await _read(receive)
         call = _parse(scope, body)
-        if call.path == "/resume" and call.for_update and self._paused == _BY_OTHERS:
+        asleep = self._paused == _BY_OTHERS or self._under_way["sleep"]
+        if call.path == "/resume" and call.for_update and asleep:
             await _answer(send, 200, {"status": "left as it is: no update has stopped it"})
             return
         if (why := self._conflict(call)) is not None:
             await _refuse(send, 409, why)
             return
         until = self._before(call)
-        before = self._state()
-        kept, resumed, status = self._refuses, self._resumed, 0
+        kept, resumed, status, answered = self._refuses, self._resumed, 0, False
         if call.level == 2:  # whatever comes of it, the weights may be gone
             self._refuses = _DROPPED
 
         async def watch(message: Message) -> None:
-            nonlocal status
+            nonlocal status, answered
             if message["type"] == "http.response.start":
                 status = message["status"]
-                # Before the answer is sent: whoever gets it may generate at once.
-                self._after(call, status, until, resumed)
+            elif not answered:  # its body; and before that is sent: whoever gets it may generate at once
+                answered = True
+                self._after(call, 0 if _denies(message) else status, until, resumed)
             await send(message)
 
-        kind = "start" if call.starts else "sleep" if call.level >= 1 else "other"
-        self._under_way[kind] += 1
+        kinds = {"start": call.starts, "sleep": call.level >= 1, "stop": call.path in ("/pause", "/sleep")}
+        self._under_way.update(kind for kind, does in kinds.items() if does)
+        before = self._state()
         try:
             await self._app(scope, _replay(body, receive), watch)
         finally:
-            self._under_way[kind] -= 1
-            if not status:  # the caller has gone, or the server failed without an answer
+            self._under_way.subtract(kind for kind, does in kinds.items() if does)
+            if not answered:  # the caller has gone, or the server failed without an answer
                 self._after(call, 500, until, resumed)
             if call.level == 2 and 400 <= status < 500:
                 self._refuses = kept
@@ -264,6 +271,14 @@ def _parse(scope: Scope, body: bytes) -> _Call:
         seconds = None
     query = parse_qs(scope.get("query_string", b"").decode(), keep_blank_values=True)
     return _Call(scope["path"], method, query, seconds, FOR_UPDATE_HEADER.encode() in headers)
+
+
+def _denies(message: Message) -> bool:
+    """Of the body of an answer: vLLM says 200 also where the prefix cache could not be reset."""
+    try:
+        return json.loads(message.get("body", b"")).get("success") is False
+    except (ValueError, AttributeError):
+        return False
 
 
 async def _read(receive: Receive) -> bytes:

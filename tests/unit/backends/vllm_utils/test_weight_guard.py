@@ -23,6 +23,7 @@ class Server:
 
     def __init__(self) -> None:
         self.status: dict[str, int] = {}
+        self.body: dict[str, bytes] = {}
         self.seen: list[tuple[str, bytes]] = []
         self.guard = WeightGuard(self._app)
 
@@ -35,7 +36,7 @@ class Server:
         if status == 0:
             raise ConnectionError("the caller has gone")
         await send({"type": "http.response.start", "status": status, "headers": []})
-        await send({"type": "http.response.body", "body": b"{}"})
+        await send({"type": "http.response.body", "body": self.body.get(scope["path"], b"{}")})
 
     async def post(
         self,
@@ -449,6 +450,105 @@ def test_a_sleep_that_keeps_requests_does_not_wake_for_weights_that_are_not_ther
         await server.post("/sleep", query=f"level={level}")
         assert (await server.post("/wake_up"))[0] == 200
         assert await generate(server) == (200 if level == 1 else 503)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stop", ["/pause", "/sleep?level=1", "/pause?mode=wait"])
+@pytest.mark.parametrize("status", [200, 500])
+def test_requests_that_come_while_an_engine_is_being_stopped_wait_here(stop: str, status: int) -> None:
+    """vLLM ends what runs, and then moves memory for seconds, while it queues what comes."""
+
+    async def run() -> None:
+        server = Server()
+        began, may_end, app = asyncio.Event(), asyncio.Event(), server._app
+
+        async def slow(*args: Any) -> None:
+            server.guard._app = app
+            began.set()
+            await may_end.wait()
+            await app(*args)
+
+        server.guard._app = slow
+        server.status[stop.partition("?")[0]] = status
+        stopping = asyncio.create_task(server.post(stop.partition("?")[0], query=stop.partition("?")[2]))
+        await began.wait()
+        waiting = asyncio.create_task(generate(server))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        may_end.set()
+        await stopping
+        if status == 200:
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            await server.post("/wake_up")
+        assert await asyncio.wait_for(waiting, 30) == 200
+
+    asyncio.run(run())
+
+
+def test_a_request_whose_body_is_slow_is_looked_at_when_it_is_there() -> None:
+    async def run() -> None:
+        server, body_may_come = Server(), asyncio.Event()
+
+        async def receive() -> Any:
+            await body_may_come.wait()
+            return {"type": "http.request", "body": b"{}", "more_body": False}
+
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+        slow = asyncio.create_task(server.guard(scope, receive, send))
+        await asyncio.sleep(0)
+        await server.start()
+        await server.post("/collective_rpc", rpc("abort_weight_update"), seconds=60)
+        body_may_come.set()
+        await slow
+        assert sent[0]["status"] == 503
+
+    asyncio.run(run())
+
+
+def test_a_prefix_cache_that_could_not_be_reset_confirms_nothing() -> None:
+    async def run() -> None:
+        server = Server()
+        await server.start()
+        await server.post("/finish_weight_update", seconds=60)
+        server.body["/reset_prefix_cache"] = b'{"success": false}'
+        assert (await server.post("/reset_prefix_cache", seconds=60))[0] == 200
+        waiting = asyncio.create_task(generate(server))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await server.post("/collective_rpc", rpc("abort_weight_update"), seconds=60)
+        assert await waiting == 503
+
+    asyncio.run(run())
+
+
+def test_an_update_that_ends_while_somebody_puts_the_engine_to_sleep_leaves_it_to_him() -> None:
+    async def run() -> None:
+        server = Server()
+        await server.pause()
+        began, may_end, app = asyncio.Event(), asyncio.Event(), server._app
+
+        async def slow(*args: Any) -> None:
+            server.guard._app = app
+            began.set()
+            await may_end.wait()
+            await app(*args)
+
+        server.guard._app = slow
+        sleeping = asyncio.create_task(server.post("/sleep", query="level=1"))
+        await began.wait()
+        assert await server.resume() == 200
+        assert not server.seen or server.seen[-1][0] != "/resume"
+        may_end.set()
+        assert (await sleeping)[0] == 200
+        assert (await server.post("/wake_up"))[0] == 200
+        assert await generate(server) == 200
 
     asyncio.run(run())
 
