@@ -194,7 +194,7 @@ def test_no_version_needs_a_variant_of_the_check_of_its_own(gpu: Any) -> None:
 
 
 def test_the_host_looks_through_many_copies_without_torchs_threads(gpu: Gpu) -> None:
-    """Torch wakes a thread per core for so many elements; where a container may use fewer, that takes milliseconds."""
+    """Torch wakes a thread per core for so many elements; where a container may use fewer, that is slow."""
     source, target = gpu.allocate(torch.bfloat16, 40_000), gpu.allocate(torch.bfloat16, 40_000)
     copies = [Copy((0, 0), 2 * n, torch.bfloat16, (), "a", n, (), (), f"{n}") for n in range(40_000)]
     copier = gpu.copier(CopyProgram(copies, []))  # pyright: ignore[reportAttributeAccessIssue]

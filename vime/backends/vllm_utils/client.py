@@ -9,7 +9,7 @@ What differs between vLLM 0.26 (the GPU's release), 0.32 (the CPU's) and 0.33 is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import requests
@@ -95,12 +95,11 @@ class EngineClient:
             for_update: it is for a weight update, whose trainer resumes likewise; should that die, the next one's
                 update ends it. One that is paused or asleep already is not the update's to resume.
         """
-        headers = {FOR_UPDATE_HEADER: "1"} if for_update else {}
-        self._call("POST", "/pause", query={"mode": mode}, timeout=timeout, headers=headers)
+        self._call("POST", "/pause", query={"mode": mode}, timeout=timeout, for_update=for_update)
 
     def resume(self, timeout: float | None = None, for_update: bool = False) -> None:
         """``for_update``: only if it is paused for an update; whoever else has stopped it, starts it again."""
-        self._call("POST", "/resume", timeout=timeout, headers={FOR_UPDATE_HEADER: "1"} if for_update else {})
+        self._call("POST", "/resume", timeout=timeout, for_update=for_update)
 
     def is_paused(self) -> bool:
         return bool(self._call("GET", "/is_paused")["is_paused"])
@@ -170,7 +169,7 @@ class EngineClient:
         *,
         query: dict[str, Any] | None = None,
         timeout: float | None = None,
-        headers: Mapping[str, str] | None = None,
+        for_update: bool = False,
     ) -> Any:
         call, seconds = f"{verb} {path}", timeout or self.timeout
         # 0.21 to 0.24 refuse an empty body on some routes, so every POST has one.
@@ -181,7 +180,7 @@ class EngineClient:
                 self.url + path,
                 params=query,
                 json=payload,
-                headers={TIMEOUT_HEADER: f"{seconds:g}", **(headers or {})},
+                headers={TIMEOUT_HEADER: f"{seconds:g}"} | ({FOR_UPDATE_HEADER: "1"} if for_update else {}),
                 timeout=(min(CONNECT_TIMEOUT, seconds), seconds),
             )
         except requests.ConnectTimeout as error:

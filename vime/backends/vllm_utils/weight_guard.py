@@ -87,8 +87,18 @@ class _Call:
         return min(int(level), 2) if level.is_integer() and level >= 0 else -1  # 0.26 drops the weights for 3 as well
 
     @property
+    def stops(self) -> bool:
+        return self.path in ("/pause", "/sleep")
+
+    @property
+    def kinds(self) -> list[str]:
+        """As what it counts while it is under way."""
+        kinds = {"start": self.starts, "stop": self.stops, "sleep": self.level >= 1}
+        return [kind for kind, does in kinds.items() if does]
+
+    @property
     def keeps_requests(self) -> bool:
-        """Of a pause or a sleep."""
+        """Of one that stops."""
         return self.query.get("mode", ["abort"])[-1] != "abort"
 
     def asleep_after(self, sleeping: set[str]) -> set[str]:
@@ -176,13 +186,12 @@ class WeightGuard:
                 self._after(call, 0 if _denies(message) else status, until, resumed)
             await send(message)
 
-        kinds = {"start": call.starts, "sleep": call.level >= 1, "stop": call.path in ("/pause", "/sleep")}
-        self._under_way.update(kind for kind, does in kinds.items() if does)
+        self._under_way.update(call.kinds)
         before = self._state()
         try:
             await self._app(scope, _replay(body, receive), watch)
         finally:
-            self._under_way.subtract(kind for kind, does in kinds.items() if does)
+            self._under_way.subtract(call.kinds)
             if not answered:  # the caller has gone, or the server failed without an answer
                 self._after(call, 500, until, resumed)
             if call.level == 2 and 400 <= status < 500:
@@ -216,7 +225,7 @@ class WeightGuard:
         until = math.inf if call.seconds is None else time.monotonic() + call.seconds + _GRACE
         if self._open and (call.seconds is not None or not self._ours):  # others may call meanwhile
             self._until = max(self._until, until)
-        if call.path in ("/pause", "/sleep") and self._paused is None:
+        if call.stops and self._paused is None:
             self._queued = call.keeps_requests  # of one that is stopped already it stays: it has got no more since
         if call.path == "/pause" and call.for_update and self._paused != _BY_OTHERS:
             # From now on, since it may fail or its caller die while vLLM lets answers in flight end.
@@ -255,7 +264,7 @@ class WeightGuard:
             self._paused, self._resumed = None, self._resumed + 1
         elif self._resumed == resumed and not (call.for_update and self._paused == _BY_UPDATE):
             self._paused = _BY_OTHERS  # its answer may come long after somebody has resumed
-        if call.path in ("/pause", "/sleep") and not call.keeps_requests:
+        if call.stops and not call.keeps_requests:
             self._queued = False
 
 
