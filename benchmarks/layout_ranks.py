@@ -5,7 +5,6 @@ Not the tests' pool (tests/e2e/layouts/pool.py), which forks: here each process 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import logging
@@ -231,38 +230,30 @@ def over_nvlink() -> int | None:
     return 1024 * sum(received) if received else None
 
 
-def link_bandwidth(rank: int, device: str, both_ways: bool = False) -> float | None:
-    """Bytes per second when one GPU reads another's memory, by torch; ``both_ways``: of each, when each reads the
-    other's at the same time. Both must be visible."""
+def link_bandwidth(rank: int, device: str) -> float | None:
+    """Bytes per second when one GPU reads another's memory, by torch. Both must be visible."""
     if device != "cuda" or torch.cuda.device_count() < 2:
         return None
     here = torch.cuda.current_device()
-    ways = [(here, 1 - here), (1 - here, here)] if both_ways else [(here, 1 - here)]
-    return _bandwidth([[torch.empty(4 << 30, dtype=torch.uint8, device=f"cuda:{gpu}") for gpu in way] for way in ways])
+    return _bandwidth(*(torch.empty(4 << 30, dtype=torch.uint8, device=f"cuda:{gpu}") for gpu in (here, 1 - here)))
 
 
 def local_bandwidth(rank: int, device: str) -> float:
     """Bytes per second of a copy within one device, one way."""
     size = 4 << 30 if device == "cuda" else 256 << 20
-    return _bandwidth([[torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]])
+    return _bandwidth(*(torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)))
 
 
-def _bandwidth(pairs: list[list[torch.Tensor]]) -> float:
-    """Of each of some copies at once, [target, source]."""
-    gpus = sorted({tensor.get_device() for pair in pairs for tensor in pair if tensor.is_cuda})
-    # A copy between GPUs waits for the current streams of both: of each copy these are its own.
-    streams = [[torch.cuda.Stream(gpu) for gpu in gpus] for _ in pairs]
+def _bandwidth(target: torch.Tensor, source: torch.Tensor) -> float:
     seconds = []
     for _ in range(4):
-        for gpu in gpus:
-            torch.cuda.synchronize(gpu)
+        for tensor in (target, source):
+            if tensor.is_cuda:
+                torch.cuda.synchronize(tensor.device)
         started = time.perf_counter()
-        for (target, source), mine in zip(pairs, streams, strict=True):
-            with contextlib.ExitStack() as current:
-                for stream in mine:
-                    current.enter_context(torch.cuda.stream(stream))
-                target.copy_(source)
-        for gpu in gpus:
-            torch.cuda.synchronize(gpu)
+        target.copy_(source)
+        for tensor in (target, source):
+            if tensor.is_cuda:
+                torch.cuda.synchronize(tensor.device)
         seconds.append(time.perf_counter() - started)
-    return pairs[0][0].numel() / min(seconds)
+    return target.numel() / min(seconds)

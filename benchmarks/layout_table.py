@@ -15,7 +15,8 @@ import torch
 from benchmarks.layout_ranks import OWN, REST
 
 TIMEOUT = 60.0  # seconds that one phase of an update may take, and so the time to the error after a kill
-BOTH_WAYS = "link, each way when both are used"  # in Table.bandwidths, beside "link" and "local"
+# In Table.bandwidths, beside "link" and "local": what a kernel reads that copies one run (link_reads.py).
+ALONE, BOTH_WAYS = "link by a kernel", "link by a kernel, each way when both are used"
 _IN_THE_MIDDLE = "update|done"  # phases in which a kill in the middle is noticed
 LIMITS = {"copy": 1.3, "beside": 80e-3, "link": 350e9}  # x predicted; seconds beside that; bytes/s of a pull alone
 
@@ -69,9 +70,9 @@ class Table:
 
     def _link_limit(self, row: dict[str, Any]) -> float:
         """Of a case in which workers pull and copy nothing else: bytes/s of each. Where two pull from each other, as
-        much less as torch's own copies get then: what asks for the one's bytes goes the way of the other's."""
-        one, both = self.bandwidths.get("link"), self.bandwidths.get(BOTH_WAYS)
-        return LIMITS["link"] * (both / one if one and both and len(_pulls(row)) > 1 else 1.0)
+        much less as any kernel gets then: what asks for the one's bytes goes the way of the other's."""
+        alone, both = self.bandwidths.get(ALONE), self.bandwidths.get(BOTH_WAYS)
+        return LIMITS["link"] * (both / alone if alone and both and len(_pulls(row)) > 1 else 1.0)
 
     def write(self) -> None:
         self._path.write_text(self.text())
@@ -89,9 +90,9 @@ class Table:
             f"most), each after {REST:.1f} s of rest. After the last one every engine held the same as after the first "
             "case, whatever the trainer's layout and the path; buckets are sent once.",
             "",
-            f"Measured in the same run by torch's own copies: {measured}. Predicted: local and link bytes of the "
-            "slowest worker at these, one way. Bytes over the link are of one update, all workers; counters also count "
-            "the check, and what NCCL and others send.",
+            f"Measured in the same run, by torch's copies where no kernel is named: {measured}. Predicted: local and "
+            "link bytes of the slowest worker at torch's. Bytes over the link are of one update, all workers; counters "
+            "also count the check, and what NCCL and others send.",
             "",
             "| model | trainer | engines | trainer ranks see | leaders | GB | link GB, planned | link GB, counted "
             "| slowest worker: local, link GB | copy | predicted | GB/s of it | update | with full check |",
