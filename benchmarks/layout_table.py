@@ -15,10 +15,12 @@ import torch
 from benchmarks.layout_ranks import OWN, REST
 
 TIMEOUT = 60.0  # seconds that one phase of an update may take, and so the time to the error after a kill
-# In Table.bandwidths, beside "link" and "local": what a kernel reads that copies one run (link_reads.py).
-ALONE, BOTH_WAYS = "link by a kernel", "link by a kernel, each way when both are used"
 _IN_THE_MIDDLE = "update|done"  # phases in which a kill in the middle is noticed
-LIMITS = {"copy": 1.3, "beside": 80e-3, "link": 350e9}  # x predicted; seconds beside that; bytes/s of a pull alone
+LIMITS = {
+    "copy": 1.3,
+    "beside": 80e-3,
+    "link": 350e9,
+}  # x predicted; seconds beside that; bytes/s of a worker that only pulls
 
 
 class Table:
@@ -57,7 +59,7 @@ class Table:
             elif "error" in row:
                 out.append(f"{name}: {row['error']}")
             else:
-                out += [f"{name}: {what}" for what in _broken(row, self._on_gpus, self._link_limit(row))]
+                out += [f"{name}: {what}" for what in _broken(row, self._on_gpus)]
         for kill in self.kills:
             said = {text for text in kill["said"] if text != "killed"}  # of two ranks that live the same
             where = kill["victim"] if "rank" in kill["victim"] else "engine 0"
@@ -67,12 +69,6 @@ class Table:
         if not self.finished:
             out.append("the program has not ended")
         return out
-
-    def _link_limit(self, row: dict[str, Any]) -> float:
-        """Of a case in which workers pull and copy nothing else: bytes/s of each. Where two pull from each other, as
-        much less as any kernel gets then: what asks for the one's bytes goes the way of the other's."""
-        alone, both = self.bandwidths.get(ALONE), self.bandwidths.get(BOTH_WAYS)
-        return LIMITS["link"] * (both / alone if alone and both and len(_pulls(row)) > 1 else 1.0)
 
     def write(self) -> None:
         self._path.write_text(self.text())
@@ -90,9 +86,9 @@ class Table:
             f"most), each after {REST:.1f} s of rest. After the last one every engine held the same as after the first "
             "case, whatever the trainer's layout and the path; buckets are sent once.",
             "",
-            f"Measured in the same run, by torch's copies where no kernel is named: {measured}. Predicted: local and "
-            "link bytes of the slowest worker at torch's. Bytes over the link are of one update, all workers; counters "
-            "also count the check, and what NCCL and others send.",
+            f"Measured in the same run by torch's own copies, one way: {measured}. Predicted: local and link bytes of "
+            "the slowest worker at these, one after the other. Bytes over the link are of one update, all workers; "
+            "counters also count the check, and what NCCL and others send.",
             "",
             "| model | trainer | engines | trainer ranks see | leaders | GB | link GB, planned | link GB, counted "
             "| slowest worker: local, link GB | copy | predicted | GB/s of it | update | with full check |",
@@ -135,12 +131,7 @@ class Table:
         return "| " + " | ".join(cells) + " |"
 
 
-def _pulls(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The workers that read over the link."""
-    return [each for each in row["workers"] if each["link"] > 0]
-
-
-def _broken(row: dict[str, Any], on_gpus: bool, link_limit: float) -> list[str]:
+def _broken(row: dict[str, Any], on_gpus: bool) -> list[str]:
     """Of one case. On a CPU there are neither links nor limits for speed."""
     worker, planned, counted = row["worker"], row["link"], row["crossed"]
     out = [] if set(row["leaders"]) == {1} and row["starts"] else [f"leaders {row['leaders']}"]
@@ -151,8 +142,9 @@ def _broken(row: dict[str, Any], on_gpus: bool, link_limit: float) -> list[str]:
             out.append("a copy takes too long")
         if row["update"] > LIMITS["copy"] * worker["predicted"] + LIMITS["beside"]:
             out.append("the update takes too long")
-        if not any(each["local"] > 1e-3 * each["link"] for each in _pulls(row)):  # else the copy is of either
-            out += ["the link is too slow" for each in _pulls(row) if each["link"] / each["copy"] < link_limit]
+        pulls = [each for each in row["workers"] if each["link"] > 0]
+        if not any(each["local"] > 1e-3 * each["link"] for each in pulls):  # else the copy is of either
+            out += ["the link is too slow" for each in pulls if each["link"] / each["copy"] < LIMITS["link"]]
     if counted is None:
         out.append("what crossed the link was not counted")
     elif planned is not None and not planned <= counted + 1e4 <= planned * 1.02 + 1e6:

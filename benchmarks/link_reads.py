@@ -4,8 +4,7 @@ copy engines in pieces of several sizes.
     python benchmarks/link_reads.py     # two GPUs of one host, a minute; writes benchmarks/link_reads_<device>.md
 
 Two processes that see one GPU each, as engine workers do, map each other's memory through CUDA IPC. Pieces lie in
-another order at their destination. The batched copies call the driver's cuMemcpyBatchAsync (CUDA 13), which the product
-does not use.
+another order at their destination.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.layout_ranks import OWN, Ranks
 
 SIZE = 6 << 30  # bytes; a multiple of all pieces
-KERNEL = "copy kernel, one run"  # what weight_sync_layouts.py compares its workers with
 MIB = 1 << 20
 ROUNDS = 5
 Ways = dict[str, Callable[[], object]]
@@ -40,9 +38,9 @@ class Pieces:
     def __init__(self, source: torch.Tensor, target: torch.Tensor, size: int) -> None:
         count = SIZE // size
         self.to = np.random.default_rng(0).permutation(count) * size
-        self.sources = (source.data_ptr() + np.arange(count) * size).astype(np.uint64)
-        self.targets = (target.data_ptr() + self.to).astype(np.uint64)
-        self.sizes = np.full(count, size, dtype=np.uint64)
+        self.sources = source.data_ptr() + np.arange(count) * size
+        self.targets = target.data_ptr() + self.to
+        self.sizes = np.full(count, size)
 
 
 def copy_kernel(source: torch.Tensor, target: torch.Tensor, size: int) -> Callable[[], object]:
@@ -75,24 +73,14 @@ def one_call_each(pieces: Pieces) -> Callable[[], object]:
 
 
 def one_call(pieces: Pieces) -> Callable[[], object]:
-    """Of a stream that is not the default one: the driver takes no other."""
+    """As the product does it: in few calls for many pieces."""
+    from vime.weight_sync.copy_engines import CopyEngines
 
-    class Place(ctypes.Structure):
-        _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
-
-    class Attributes(ctypes.Structure):
-        _fields_ = [("order", ctypes.c_int), ("source", Place), ("target", Place), ("flags", ctypes.c_uint)]
-
-    copy = ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync_v2
-    attributes, first = Attributes(order=1, flags=1), ctypes.c_size_t(0)  # as streams order; beside kernels
-    own = torch.cuda.Stream()
-    arrays = [ctypes.c_void_p(each.ctypes.data) for each in (pieces.targets, pieces.sources, pieces.sizes)]
+    engines = CopyEngines(pieces.sources, pieces.targets, pieces.sizes)
 
     def run() -> None:
-        own.wait_stream(torch.cuda.current_stream())
-        rest = (ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1), ctypes.c_void_p(own.cuda_stream))
-        _succeeded(copy(*arrays, ctypes.c_size_t(len(pieces.sizes)), *rest))
-        torch.cuda.current_stream().wait_stream(own)
+        engines.begin()
+        engines.run()
 
     return run
 
@@ -103,21 +91,19 @@ def _succeeded(code: int) -> None:
 
 
 def all_ways(source: torch.Tensor, target: torch.Tensor) -> Ways:
-    ways: Ways = {KERNEL: copy_kernel(source, target, SIZE)}
+    ways: Ways = {"copy kernel, one run": copy_kernel(source, target, SIZE)}
     ways["copy kernel, 1.5 MiB"] = copy_kernel(source, target, 3 * MIB // 2)
     ways["torch's copy_"] = lambda: target.copy_(source)
     for size in (3 * MIB // 2, 64 * MIB):
         ways[f"copy engine, a call each, {size / MIB:g} MiB"] = one_call_each(Pieces(source, target, size))
     for size in (MIB // 2, 3 * MIB // 2, 6 * MIB, 64 * MIB):
-        ways[f"copy engine, one call, {size / MIB:g} MiB"] = one_call(Pieces(source, target, size))
+        ways[f"copy engine, many a call, {size / MIB:g} MiB"] = one_call(Pieces(source, target, size))
     return ways
 
 
-def read_rates(rank: int, device: str, only: str | None = None) -> dict[str, dict[str, float]] | None:
-    """On each of two ranks, by every way or ``only`` one: bytes/s of this rank's reads when rank 0 "alone" reads (of
-    rank 1, nothing) and when "both" read at once; seconds in which the host has "enqueued" one copy."""
-    if device != "cuda":
-        return None
+def read_rates(rank: int, device: str) -> dict[str, dict[str, float]]:
+    """On each of two ranks, by every way: bytes/s of this rank's reads when rank 0 "alone" reads (of rank 1, nothing)
+    and when "both" read at once; seconds in which the host has "enqueued" one copy."""
     from vime.weight_sync.arena_cuda import cuda_arena_of, open_cuda_arena
 
     mine, target = (torch.empty(SIZE, dtype=torch.uint8, device=device) for _ in range(2))
@@ -126,7 +112,7 @@ def read_rates(rank: int, device: str, only: str | None = None) -> dict[str, dic
     dist.all_gather_object(handles, cuda_arena_of(mine)[0].describe())
     source = open_cuda_arena(handles[1 - rank])
     found: dict[str, dict[str, float]] = {}
-    for name, run in (all_ways(source, target) if only is None else {only: copy_kernel(source, target, SIZE)}).items():
+    for name, run in all_ways(source, target).items():
         for _ in range(3):  # to compile, and to capture what is replayed
             run()
         alone = _measure(run, rank == 0)

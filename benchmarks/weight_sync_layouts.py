@@ -38,8 +38,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.layout_ranks import OWN, Ranks, View, link_bandwidth, local_bandwidth, sync
-from benchmarks.layout_table import ALONE, BOTH_WAYS, TIMEOUT, Table
-from benchmarks.link_reads import KERNEL, read_rates
+from benchmarks.layout_table import TIMEOUT, Table
 from benchmarks.weight_sync import make_config, write_checkpoint
 from vime.backends.vllm_utils.client import EngineClient
 from vime.backends.vllm_utils.command import engine_command
@@ -330,24 +329,6 @@ def _process(supervisor: int, which: str) -> int:
     return max(leaves, key=lambda child: child.memory_info().rss).pid  # others only look after resources
 
 
-def bandwidths(device: str) -> dict[str, float | None]:
-    """What the table is predicted by, and judged by."""
-    both, own = Ranks(BOTH, device), Ranks(OWN, device)
-    try:
-        found = [*both.run(1, link_bandwidth), *both.run(1, local_bandwidth), *own.run(2, read_rates, KERNEL)]
-    finally:
-        both.close()
-        own.close()
-    for part in found:
-        if isinstance(part, dict) and "error" in part:
-            raise RuntimeError(part.get("trace", part["error"]))
-    link, local, *kernel = found
-    if None in kernel:
-        return {"link": link, "local": local}
-    slower = min(part[KERNEL]["both"] for part in kernel)
-    return {"link": link, "local": local, ALONE: kernel[0][KERNEL]["alone"], BOTH_WAYS: slower}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["0.6B", "30B-A3B"])
@@ -364,7 +345,9 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     folder = options.logs or Path(tempfile.mkdtemp(prefix="vime-benchmark-"))
     table = Table(options)
-    table.bandwidths = bandwidths(options.device)
+    both = Ranks(BOTH, options.device)
+    table.bandwidths = {"link": both.run(1, link_bandwidth)[0], "local": both.run(1, local_bandwidth)[0]}
+    both.close()
     for model in options.models:
         run_model(options, model, folder, table)
     table.finished = True

@@ -45,7 +45,7 @@ class CudaArena:
 
         with torch.cuda.device(self.tensor.device):
             address = self.tensor.data_ptr()
-            base, _ = _checked(driver.cuMemGetAddressRange(driver.CUdeviceptr(address)), "finding an allocation")
+            base, _ = checked(driver.cuMemGetAddressRange(driver.CUdeviceptr(address)), "finding an allocation")
             error, handle = runtime.cudaIpcGetMemHandle(int(base))
             if int(error) != 0:
                 raise ArenaError(
@@ -145,7 +145,12 @@ def wake_links(arenas: Sequence[torch.Tensor]) -> None:
         arena[::_APART].any()
 
 
-def _checked(result: tuple[Any, ...], what: str) -> tuple[Any, ...]:
+def checked(result: tuple[Any, ...], what: str) -> tuple[Any, ...]:
+    """What a call of the driver has answered beside its success.
+
+    Raises:
+        ArenaError: it has failed.
+    """
     error, *values = result
     if int(error) != 0:
         raise ArenaError(f"{what} failed: {error.name}")

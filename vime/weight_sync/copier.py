@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 import torch
@@ -42,10 +42,12 @@ class Copier(Protocol):
         ...
 
 
-def make_copier(program: CopyProgram, device: torch.device, replay: bool = False) -> Copier:
-    """``replay``: the program will be run many times with the same addresses."""
+def make_copier(
+    program: CopyProgram, device: torch.device, replay: bool = False, far: Collection[Source] = ()
+) -> Copier:
+    """``replay``: the program will be run many times with the same addresses. ``far``: arenas on other GPUs."""
     if device.type == "cuda":
         from vime.weight_sync.copy_triton import TritonCopier  # Triton is there with CUDA only
 
-        return TritonCopier(program, replay)
+        return TritonCopier(program, replay, far)
     return CpuCopier(program)

@@ -57,14 +57,20 @@ class Batch:
         run = np.repeat(np.arange(len(counts)), counts)
         first = (np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)) * tile
         found = np.stack([run, first], axis=1).astype(np.int32)
-        return found if origins is None else found[_taking_turns(origins[run])]
+        return found if origins is None else found[taking_turns(origins[run])]
+
+    def pieces(self, least: int) -> np.ndarray:
+        """bool [runs]: which are at least so many bytes in one piece on both sides, copied as they are."""
+        size, written = unit_bytes(self.kind)
+        as_it_is = self.kind.read == self.kind.write and size == written
+        return as_it_is & (self.runs[:, 2] == self.runs[:, 3]) & (self.runs[:, 2] * size >= least)
 
     def tiled_like(self, other: Batch) -> bool:
         """Whether the tiles are the same. They do not depend on addresses."""
         return self.kind == other.kind and np.array_equal(self.runs[:, [2, 6]], other.runs[:, [2, 6]])
 
 
-def _taking_turns(groups: np.ndarray) -> np.ndarray:
+def taking_turns(groups: np.ndarray) -> np.ndarray:
     """An order in which the members of every group, in their own order, are spread evenly over the whole."""
     by_group = np.argsort(groups, kind="stable")
     _, counts = np.unique(groups, return_counts=True)

@@ -1,4 +1,5 @@
-"""Runs a copy program on a GPU: one launch per batch of the copy table, which for weights means one launch.
+"""Runs a copy program on a GPU: one launch per batch of the copy table, which for weights means one launch. Beside it,
+copy engines read what lies in large pieces on other GPUs (copy_engines.py).
 
 Both kernels are bound by memory. A program moves one tile: it reads which run and where, then 16 bytes per access and
 several accesses in flight per thread. Rows are told apart by one 32-bit division per 16 bytes, and not at all in
@@ -14,7 +15,8 @@ as it was can be replayed from a CUDA graph.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,8 @@ import triton
 import triton.language as tl
 
 from vime.weight_sync.copy_cpu import source_view, target_view
-from vime.weight_sync.copy_table import TILE, Batch, Kind, bind, find_runs
+from vime.weight_sync.copy_engines import LEAST, CopyEngines, available
+from vime.weight_sync.copy_table import TILE, Batch, Kind, bind, find_runs, taking_turns, unit_bytes
 from vime.weight_sync.program import CopyProgram, Source
 
 log = logging.getLogger(__name__)
@@ -102,20 +105,34 @@ def check_kernel(
         tl.store(differs + tl.load(run + 6), 1)
 
 
+@dataclass(frozen=True)
+class Launch:
+    """A batch, its table on the GPU, and which tiles of it the kernel copies: those that no copy engine does."""
+
+    batch: Batch
+    runs: torch.Tensor
+    tiles: torch.Tensor
+    by_kernel: torch.Tensor
+
+
 class TritonCopier:
     """A copy program on one GPU. All work goes to the current stream; :meth:`check`'s answer waits for it.
 
     Args:
         program: what to copy.
         replay: capture a CUDA graph at the second run with the same addresses, which takes some milliseconds once.
+        far: arenas on other GPUs.
     """
 
-    def __init__(self, program: CopyProgram, replay: bool = False) -> None:
+    def __init__(self, program: CopyProgram, replay: bool = False, far: Collection[Source] = ()) -> None:
         self.program, self._replays = program, replay and torch.cuda.is_available()
         self._runs = find_runs(program)
+        far = far if far and available() else ()
+        self._far = np.array([copy.source in far for copy in program.copies], dtype=bool)
         self._origins = np.array([copy.source[0] for copy in program.copies], dtype=np.int64)  # trainer rank of each
         self._bound_to: tuple[int, ...] | None = None
-        self._launches: list[tuple[Batch, torch.Tensor, torch.Tensor]] = []  # the batch, and its runs and tiles there
+        self._launches: list[Launch] = []
+        self._engines: CopyEngines | None = None
         self._others: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self._fills: list[tuple[torch.Tensor, float]] = []
         # In host memory that the GPU can write to: nearly always nothing is written, and nothing need be fetched. The
@@ -143,19 +160,34 @@ class TritonCopier:
         batches, others = bind(self._runs, sources, targets_at, [target.dtype for target in targets])
         self._others = [(n, source_view(copies[n], arenas), target_view(copies[n], params)) for n in others]
         before, self._launches = self._launches, []
+        pieces = []
         for number, batch in enumerate(batches):
-            same = number < len(before) and batch.tiled_like(before[number][0])  # tiles are most of the table
-            device = targets[0].device
-            made = None if same else batch.tiles(origins=self._origins[batch.runs[:, 6]])
-            tiles = before[number][2] if made is None else torch.from_numpy(made).to(device)
-            self._launches.append((batch, torch.from_numpy(batch.runs).to(device), tiles))
+            by_engine = self._far[batch.runs[:, 6]] & batch.pieces(LEAST)
+            pieces.append(self._pieces(batch, by_engine))
+            runs = torch.from_numpy(batch.runs).to(targets[0].device)
+            if number < len(before) and batch.tiled_like(before[number].batch):  # tiles are most of the table
+                self._launches.append(replace(before[number], batch=batch, runs=runs))
+                continue
+            made = batch.tiles(origins=self._origins[batch.runs[:, 6]])
+            tiles = torch.from_numpy(made).to(runs.device)
+            by_kernel = torch.from_numpy(made[~by_engine[made[:, 0]]]).to(runs.device) if by_engine.any() else tiles
+            self._launches.append(Launch(batch, runs, tiles, by_kernel))
+        sides = np.concatenate([np.empty((0, 3), dtype=np.int64), *pieces]).T
+        self._engines = CopyEngines(*sides) if sides.size else None
         if self._differs is None:
             pinned = bool(targets) and targets[0].is_cuda
             self._differs = torch.zeros(len(copies), dtype=torch.int32, device="cpu", pin_memory=pinned)
         self._bound_to, self._ran, self._graph = addresses, False, None
 
+    def _pieces(self, batch: Batch, chosen: np.ndarray) -> np.ndarray:
+        """int [pieces, 3], source and target address and bytes of these runs; ranks that are read from take turns."""
+        runs = batch.runs[chosen]
+        runs = runs[taking_turns(self._origins[runs[:, 6]])]
+        return np.stack([runs[:, 0], runs[:, 1], runs[:, 2] * unit_bytes(batch.kind)[0]], axis=1)
+
     def unbind(self) -> None:
         self._bound_to, self._others, self._fills = None, [], []
+        self._engines = None
         self._ran, self._graph = False, None
 
     def forget_params(self) -> None:
@@ -169,26 +201,43 @@ class TritonCopier:
             before, after, checked = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(3))
             self._clock = before, after, checked
         # The first run compiles and loads the kernels, which cannot be captured. Torch's own copies may need memory.
-        if self._replays and self._ran and self._graph is None and self._launches and not self._others:
+        launches = any(len(launch.by_kernel) for launch in self._launches)
+        if self._replays and self._ran and self._graph is None and launches and not self._others:
             self._graph = self._capture()
-        if self._graph is not None:
-            self._graph.replay()
-        else:
-            self._enqueue()
+        enqueue = self._enqueue if self._graph is None else self._graph.replay
+        if self._engines is None:
+            enqueue()
+        else:  # what they do cannot be captured: the kernel's part is, and is under way while the host sees to theirs
+            self._begin()
+            self._engines.begin()
+            enqueue()
+            self._engines.run()
+            self._end()
         self._ran = True
 
-    def _enqueue(self) -> None:
+    def _begin(self) -> None:
         if self._clock is not None:
             self._clock[0].record()
         for view, value in self._fills:
             view.fill_(value)
-        for batch, runs, tiles in self._launches:
-            read, write, vector = _triton_types(batch.kind)
-            copy_kernel[(len(tiles),)](runs, tiles, read, write, vector, TILE, num_warps=_WARPS)
-        for _, source, target in self._others:
-            target.copy_(source)
+
+    def _end(self) -> None:
         if self._clock is not None:
             self._clock[1].record()
+
+    def _enqueue(self) -> None:
+        """All that is the current stream's."""
+        if self._engines is None:
+            self._begin()
+        for launch in self._launches:
+            if len(launch.by_kernel):
+                read, write, vector = _triton_types(launch.batch.kind)
+                grid = (len(launch.by_kernel),)
+                copy_kernel[grid](launch.runs, launch.by_kernel, read, write, vector, TILE, num_warps=_WARPS)
+        for _, source, target in self._others:
+            target.copy_(source)
+        if self._engines is None:
+            self._end()
 
     def _capture(self) -> torch.cuda.CUDAGraph | None:
         """Record what :meth:`_enqueue` does, without doing it; None where that is not possible."""
@@ -221,14 +270,13 @@ class TritonCopier:
         on_host.fill(0)
         step = _PARTS if mode == "sampled" else 1
         first = version % step
-        for batch, runs, tiles in self._launches if mode != "off" else ():
-            count = len(range(first, len(tiles), step))
+        for launch in self._launches if mode != "off" else ():
+            count = len(range(first, len(launch.tiles), step))
             if count:
-                read, write, vector = _triton_types(batch.kind)
-                bits = _BITS[write.primitive_bitwidth // 8]
-                check_kernel[(count,)](
-                    runs, tiles, differs, first, step, read, write, bits, vector, TILE, _CHECK_STEP, num_warps=_WARPS
-                )
+                read, write, vector = _triton_types(launch.batch.kind)
+                types = (read, write, _BITS[write.primitive_bitwidth // 8], vector)
+                tiles = (launch.runs, launch.tiles, differs, first, step)
+                check_kernel[(count,)](*tiles, *types, TILE, _CHECK_STEP, num_warps=_WARPS)
         unequal = []
         for number, source, target in self._others if mode != "off" else ():
             bits = _INTEGERS[target.itemsize]

@@ -142,7 +142,6 @@ class Receiver:
             self._prepare(shards)
         traced = time.perf_counter()
         self._open(shards.ranks)
-        self._far = self._on_other_gpus(shards.ranks)
         self.report.seconds = {"plan": traced - started, "open": time.perf_counter() - traced}
         self.report.bytes_by_rank = self._program.bytes_by_rank()
         self.report.copies = len(self._program.copies)
@@ -157,14 +156,16 @@ class Receiver:
         groups = _together(self.model.staged(), self.plan)
         params = (self.model.direct(), *([param for layer in group for param in layer.params] for group in groups))
         programs = [CopyProgram.union(parts, names).split(near) for names in params]
+        # What is opened; the other ranks send. Kept: twenty thousand copies are not looked through at every update.
+        self._sources = [source for source in self._program.sources if source[0] in near]
+        self._far = self._on_other_gpus(shards.ranks)
+        far = {source for sources in self._far.values() for source in sources}
         # Live tensors stay where they are; a layer's load-format tensors are new at every update.
-        copiers = [make_copier(program, self.device, replay=stage == 0) for stage, (program, _) in enumerate(programs)]
+        copiers = [make_copier(part, self.device, stage == 0, far) for stage, (part, _) in enumerate(programs)]
         self._direct, self._stages = copiers[0], list(zip(groups, copiers[1:], strict=True))
         remote = [copies for _, copies in programs]
         first = self.place.neighbour % (max(shards.ranks) + 1)
         self._staging = Staging(remote, str(self.place), self.check, self.device, self.most_bytes, first)
-        # What is opened; the other ranks send. Kept: twenty thousand copies are not looked through at every update.
-        self._sources = [source for source in self._program.sources if source[0] in near]
 
     def _on_other_gpus(self, ranks: Mapping[int, RankInfo]) -> dict[int, list[Source]]:
         found: dict[int, list[Source]] = {}

@@ -163,3 +163,31 @@ def test_a_replay_ends_where_memory_has_moved() -> None:
     assert torch.equal(moved["a"], params["a"])
     copier.unbind()
     assert copier._graph is None
+
+
+# Without a GPU, test_copy_engines.py holds what is left to them, and when, against a driver that moves bytes itself.
+@pytest.mark.skipif(DEVICE == "cpu", reason="copy engines are a GPU's")
+def test_copy_engines_and_the_kernel_copy_one_program() -> None:
+    """From this GPU, as if it were another: the engines do not mind."""
+    count = 1 << 20
+    arena = numbers(torch.bfloat16, 40 * count, 2)
+    params = {f"p{number}": torch.zeros(count, dtype=torch.bfloat16, device=DEVICE) for number in range(40)}
+    pieces = [
+        Copy((0, 0), 2 * count * (number * 7 % 40), torch.bfloat16, (1,), f"p{number}", 0, (1,), (count,), f"t{number}")
+        for number in range(40)
+    ]
+    pieces[5] = Copy((0, 0), 0, torch.bfloat16, (16, 1), "p5", 0, (8, 1), (count // 8, 8), "t5")
+    copier = TritonCopier(CopyProgram(pieces, [LoadFill("p0", (count,), (1,), 0, 7.0)]), replay=True, far={(0, 0)})
+    copier.bind({(0, 0): arena.view(torch.uint8)}, params)
+    for _ in range(4):
+        arena.neg_()
+        for param in params.values():
+            param.zero_()
+        copier.run()
+        assert copier.check("full", 0)() == []
+        assert copier.seconds > 0
+        assert torch.equal(params["p5"], arena.view(-1, 16)[: count // 8, :8].reshape(-1))
+        assert torch.equal(params["p0"], arena[:count])
+    assert copier._graph is not None
+    params["p9"].view(torch.int16)[count - 1] ^= 1
+    assert copier.check("full", 0)() == [9]

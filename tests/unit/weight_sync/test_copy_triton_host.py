@@ -84,11 +84,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     triton: Any = types.ModuleType("triton")
     triton.jit = lambda function=None, **how: Kernel(function, **how) if function else partial(Kernel, **how)
     triton.language = language
-    monkeypatch.setitem(sys.modules, "triton", triton)
-    monkeypatch.setitem(sys.modules, "triton.language", language)
-    monkeypatch.delitem(sys.modules, "vime.weight_sync.copy_triton", raising=False)
-    module: Any = importlib.import_module("vime.weight_sync.copy_triton")
-    monkeypatch.delitem(sys.modules, "vime.weight_sync.copy_triton")  # nobody else is to find it
+    with monkeypatch.context() as meanwhile:  # torch remembers, once and for all, whether there is a Triton
+        meanwhile.setitem(sys.modules, "triton", triton)
+        meanwhile.setitem(sys.modules, "triton.language", language)
+        meanwhile.delitem(sys.modules, "vime.weight_sync.copy_triton", raising=False)
+        module: Any = importlib.import_module("vime.weight_sync.copy_triton")
+        del sys.modules["vime.weight_sync.copy_triton"]  # nobody else is to find it
     device: Any = Gpu(16 << 20)
     module.copy_kernel.gpu = module.check_kernel.gpu = device
     device.copier = module.TritonCopier
@@ -182,9 +183,9 @@ def test_no_parameter_is_kept_alive_and_the_check_still_answers(gpu: Any, plain:
     copier.forget_params()
     assert copier._fills == copier._others == []
     assert answer() == [1]
-    table = copier._launches[0][1]
+    table = copier._launches[0].runs
     copier.bind(arenas, params)
-    assert (copier._launches[0][1] is table) == plain
+    assert (copier._launches[0].runs is table) == plain
     copier.run()
     assert copier.check("full", 0)() == []
 
@@ -222,7 +223,7 @@ def test_bound_again_only_what_moved_is_made_anew(gpu: Gpu) -> None:
     moved[0, 0].view(torch.bfloat16).neg_()
     old = params["a"].clone()
     copier.bind(moved, params)
-    assert [launch[2] is one[2] for launch, one in zip(copier._launches, before, strict=True)] == [True, True]  # tiles
+    assert [launch.tiles is one.tiles for launch, one in zip(copier._launches, before, strict=True)] == [True, True]
     copier.run()
     assert copier.check("full", 0)() == []
     assert torch.equal(params["a"], -old)

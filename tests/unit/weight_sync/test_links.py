@@ -157,7 +157,7 @@ def test_after_an_update_has_started_and_before_it_brings_anything(
     """The host has something else to do between the two, and the links are awake by then."""
     trainer = Trainer(list(SHAPES))
     monkeypatch.setattr(session, "device_uuid", lambda device: "GPU-1")
-    monkeypatch.setattr(receiver, "make_copier", lambda program, device, replay=False: CpuCopier(program))
+    monkeypatch.setattr(receiver, "make_copier", lambda program, *_: CpuCopier(program))
     worker = Session(ToyModel(SHAPES), 0, CPU)
     worker.device = torch.device("cuda")  # by name: nothing is put there
     monkeypatch.setattr(receiver, "Staging", lambda parts, where, check, *_: Staging(parts, where, check, CPU))
