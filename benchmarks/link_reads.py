@@ -79,8 +79,8 @@ def one_call(pieces: Pieces) -> Callable[[], object]:
     engines = CopyEngines(pieces.sources, pieces.targets, pieces.sizes)
 
     def run() -> None:
-        engines.begin()
-        engines.run()
+        with engines.copying():
+            pass
 
     return run
 

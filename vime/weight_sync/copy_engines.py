@@ -11,6 +11,8 @@ The driver does a call's copies in any order, and one call after the other.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -58,21 +60,23 @@ class CopyEngines:
         self._copy = driver.cuMemcpyBatchAsync
         self._stream = torch.cuda.Stream()
 
-    def begin(self) -> None:
-        """What is enqueued on the current stream comes before the copies."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-
-    def run(self) -> None:
-        """Enqueue the copies; what is enqueued on the current stream from now on comes after them.
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Enqueue the copies: after what is on the current stream, beside what is put there within the context, and
+        before all that comes then. The first ones are under way while the host does what the context holds.
 
         Raises:
             ArenaError: the driver refuses them.
         """
+        self._stream.wait_stream(torch.cuda.current_stream())
         try:
-            for targets, sources, sizes in self._calls:
-                result = self._copy(
-                    targets, sources, sizes, len(sizes), [self._attributes], [0], 1, self._stream.cuda_stream
-                )
-                checked(result, "copying from another GPU")
-        finally:
+            self._enqueue(self._calls[:1])
+            yield
+            self._enqueue(self._calls[1:])
+        finally:  # also after an error: memory that is given back then may be written to until here
             torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _enqueue(self, calls: Sequence[tuple[list[Any], list[Any], list[int]]]) -> None:
+        for targets, sources, sizes in calls:
+            rest = (len(sizes), [self._attributes], [0], 1, self._stream.cuda_stream)
+            checked(self._copy(targets, sources, sizes, *rest), "copying from another GPU")

@@ -207,11 +207,10 @@ class TritonCopier:
         enqueue = self._enqueue if self._graph is None else self._graph.replay
         if self._engines is None:
             enqueue()
-        else:  # what they do cannot be captured: the kernel's part is, and is under way while the host sees to theirs
+        else:  # what they do cannot be captured: only the kernel's part is
             self._begin()
-            self._engines.begin()
-            enqueue()
-            self._engines.run()
+            with self._engines.copying():
+                enqueue()
             self._end()
         self._ran = True
 
