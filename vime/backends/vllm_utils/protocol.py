@@ -8,6 +8,8 @@ from vime.errors import EngineError
 
 CONNECT_TIMEOUT = 5.0  # seconds; the engine is on this machine or next to it
 LOADED_AT_START = -1  # weight version of an engine that still has the weights it was started with
+# What vLLM says of a call when a worker has died; its /health goes on for some seconds, until all its processes ended.
+WORKER_DIED = "Executor failed."
 
 
 def engine_error(

@@ -8,6 +8,7 @@ import inspect
 import pytest
 
 from vime.backends.vllm_utils import adapter
+from vime.backends.vllm_utils.protocol import WORKER_DIED
 from vime.errors import EngineError
 
 
@@ -102,3 +103,9 @@ def test_a_worker_knows_its_number() -> None:
 
     fields = ParallelConfig.__dataclass_fields__
     assert {"rank", "data_parallel_index", "world_size"} <= fields.keys()
+
+
+def test_vllm_says_of_a_dead_worker_what_we_look_for() -> None:
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    assert f'"{WORKER_DIED}"' in inspect.getsource(MultiprocExecutor.collective_rpc)

@@ -15,6 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 from vime.backends.megatron_utils.update_weight.exchange import error_value
 from vime.backends.vllm_utils.client import EngineClient
+from vime.backends.vllm_utils.protocol import WORKER_DIED
 from vime.errors import EngineError, WeightSyncError
 from vime.types import EngineAddress
 
@@ -172,7 +173,7 @@ class EngineUpdate:
             value["cause"] = f"{error.where}: {error.cause}"
         value["cause"] = value["cause"].removeprefix(f"{self}: ")  # an EngineError begins with whose it is
         if isinstance(error, EngineError):
-            value["cause"] += self._health()
+            value["cause"] += self._health(error)
         self.failure = value | {"where": str(self), "engines": [self.address.index]}
 
     def abort(self) -> None:
@@ -206,14 +207,17 @@ class EngineUpdate:
                 raise WeightSyncError(**answer["failure"])
         return [answer for answer in answers if isinstance(answer, dict)]
 
-    def _health(self) -> str:
+    def _health(self, failed: EngineError) -> str:
         """What is to be said of the engine after a call that failed. Of one during which a process of it dies, vLLM
         says only "cancelled", for instance."""
+        died = "; one of its processes has died, its log says which"
+        if WORKER_DIED in str(failed):
+            return died
         try:
             self._client.health(timeout=_HEALTH_SECONDS)
         except EngineError as error:
             if error.status == 503:
-                return "; one of its processes has died, its log says which"
+                return died
             if error.unreachable:
                 return "; nobody answers at its address any more, its log may say why"
         return ""

@@ -11,6 +11,7 @@ import pytest
 from tests.unit.backends.megatron_utils.update_weight.toy_engine import Rank, ToyEngine, digests, expected_digests
 from vime.backends.megatron_utils.update_weight.engine_update import EngineUpdate
 from vime.backends.megatron_utils.update_weight.summary import unused_by_all
+from vime.backends.vllm_utils.client import EngineClient
 from vime.errors import EngineError, WeightSyncError
 from vime.models.layout import ParallelLayout
 from vime.types import EngineAddress
@@ -42,6 +43,23 @@ def test_an_engines_first_failure_stays() -> None:
     assert update.failure is not None
     cause = "its worker is out of memory; nobody answers at its address any more, its log may say why"
     assert (update.failure["phase"], update.failure["cause"]) == ("start", cause)
+
+
+def test_a_dead_worker_is_said_while_the_engine_still_calls_itself_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM needs some seconds to end the other processes, and /health answers 200 until then."""
+    monkeypatch.setattr(EngineClient, "health", lambda self, timeout: None)
+    said = "engine 3 (http://127.0.0.1:9): POST /collective_rpc answered 500: "
+    for cause, more in (
+        (
+            "Call to collective_rpc method failed: Executor failed.",
+            "; one of its processes has died, its log says which",
+        ),
+        ("Call to collective_rpc method failed: out of memory", ""),
+    ):
+        update = EngineUpdate(EngineAddress(3, "http://127.0.0.1:9", 1, None), "connection", 5.0)
+        update.fail(EngineError(said + cause, status=500))
+        assert update.failure is not None
+        assert update.failure["cause"] == f"POST /collective_rpc answered 500: {cause}{more}"
 
 
 def test_what_a_worker_leaves_to_another_is_not_unused() -> None:
