@@ -59,7 +59,7 @@ def test_a_dead_worker_is_said_while_the_engine_still_calls_itself_healthy(monke
         update = EngineUpdate(EngineAddress(3, "http://127.0.0.1:9", 1, None), "connection", 5.0)
         update.fail(EngineError(said + cause, status=500))
         assert update.failure is not None
-        assert update.failure["cause"] == f"POST /collective_rpc answered 500: {cause}{more}"
+        assert update.failure["cause"] == said.removeprefix("engine 3 (http://127.0.0.1:9): ") + cause + more
 
 
 def test_what_a_worker_leaves_to_another_is_not_unused() -> None:
