@@ -92,12 +92,13 @@ class RunProcesses:
 
 
 def _living() -> Iterator[tuple[_Process, int]]:
-    """Each process that is not a zombie, with its parent's pid."""
+    """Each process that is not a zombie, with its parent's pid. One whose main thread has ended before the others looks
+    like one, and has all its memory still: of a GPU gigabytes, which take a while to be given back."""
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 state, parent, *rest = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
-                if state not in "ZX":
+                if state not in "ZX" or int(rest[15]) > 1:  # field 20: num_threads
                     yield _Process(int(entry.name), rest[17]), int(parent)  # field 22 of proc(5): starttime
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from vime.cluster.janitor import RunProcesses
+from vime.cluster.janitor import RunProcesses, end_processes
 from vime.cluster.process import RUN_VARIABLE
 
 DRIVER = """
@@ -130,6 +130,29 @@ def test_a_process_is_known_by_its_descent_when_its_mark_and_its_parent_are_gone
         assert os.getpid() not in found
         # Not a descendant any more, so one that looks only now does not see it.
         assert child not in RunProcesses("no-such-mark", str(tmp_path), driver=os.getpid()).look()
+
+
+def test_a_process_lives_until_its_last_thread_has_ended() -> None:
+    """A killed rank's memory is given back by whichever thread is the last; by then the first may long be gone."""
+    threads = (
+        "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(600,)).start();"
+        "input(); ctypes.CDLL(None).pthread_exit(None)"
+    )
+    environment = os.environ | {RUN_VARIABLE: "threads"}
+    with subprocess.Popen([sys.executable, "-c", threads], stdin=subprocess.PIPE, env=environment) as process:
+        assert process.stdin is not None
+        try:
+            run = RunProcesses("threads")
+            _until(lambda: run.look() == [process.pid], "the mark")
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+            stat = Path(f"/proc/{process.pid}/stat")
+            _until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z", "the end of the main thread")
+            assert run.look() == [process.pid]
+            assert end_processes(run) == [process.pid]
+            assert run.look() == []
+        finally:
+            process.kill()
 
 
 def test_the_driver_is_not_ended_for_what_it_holds(tmp_path: Path) -> None:
