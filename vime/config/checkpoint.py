@@ -43,6 +43,9 @@ class WeightSyncOptions:
         None, "for --update-weight-transport disk: a directory that all nodes see (default: in the run's directory)"
     )
     check_weight_update: str = option("sampled", "checksums at every sync", choices=("full", "sampled", "off"))
+    no_copy_engines: bool = option(
+        False, "workers read other GPUs' memory by a kernel alone, slower, and not with copy engines as well"
+    )
     weight_update_timeout: float = option(
         300.0,
         "seconds that a sync's calls to an engine may take in all, and each of its ranks' meetings",

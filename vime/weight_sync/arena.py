@@ -33,7 +33,7 @@ _ALIGNMENT = 4096
 
 
 class ArenaError(VimeError):
-    """Memory that cannot be had, shared or opened."""
+    """Memory that cannot be had, shared, opened or read."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,6 +19,11 @@ class Copier(Protocol):
     seconds: float
     check_seconds: float
 
+    @property
+    def engine_bytes(self) -> int:
+        """Bytes of it that copy engines copy."""
+        ...
+
     def bind(self, arenas: Mapping[Source, torch.Tensor], params: Mapping[str, torch.Tensor]) -> None:
         """Take today's addresses. Before the first run, and whenever an arena or a parameter may have moved."""
         ...
@@ -43,11 +48,21 @@ class Copier(Protocol):
 
 
 def make_copier(
-    program: CopyProgram, device: torch.device, replay: bool = False, far: Collection[Source] = ()
+    program: CopyProgram,
+    device: torch.device,
+    replay: bool = False,
+    far: Collection[Source] = (),
+    first: int = 0,
 ) -> Copier:
-    """``replay``: the program will be run many times with the same addresses. ``far``: arenas on other GPUs."""
+    """
+    Args:
+        program, device: what to copy, and where the parameters are.
+        replay: it will be run many times with the same addresses.
+        far: arenas on other GPUs that copy engines may read.
+        first: the rank that they begin with. One for all workers would be asked by all of them at once.
+    """
     if device.type == "cuda":
         from vime.weight_sync.copy_triton import TritonCopier  # Triton is there with CUDA only
 
-        return TritonCopier(program, replay, far)
+        return TritonCopier(program, replay, far, first)
     return CpuCopier(program)

@@ -59,11 +59,14 @@ class Batch:
         found = np.stack([run, first], axis=1).astype(np.int32)
         return found if origins is None else found[taking_turns(origins[run])]
 
+    def sizes(self) -> np.ndarray:
+        """int [runs], bytes at the source."""
+        return self.runs[:, 2] * unit_bytes(self.kind)[0]
+
     def pieces(self, least: int) -> np.ndarray:
         """bool [runs]: which are at least so many bytes in one piece on both sides, copied as they are."""
-        size, written = unit_bytes(self.kind)
-        as_it_is = self.kind.read == self.kind.write and size == written
-        return as_it_is & (self.runs[:, 2] == self.runs[:, 3]) & (self.runs[:, 2] * size >= least)
+        as_they_are = self.kind.read == self.kind.write
+        return as_they_are & (self.runs[:, 2] == self.runs[:, 3]) & (self.sizes() >= least)
 
     def tiled_like(self, other: Batch) -> bool:
         """Whether the tiles are the same. They do not depend on addresses."""

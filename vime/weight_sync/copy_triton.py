@@ -24,9 +24,10 @@ import torch
 import triton
 import triton.language as tl
 
+from vime.weight_sync.arena import ArenaError
 from vime.weight_sync.copy_cpu import source_view, target_view
-from vime.weight_sync.copy_engines import LEAST, CopyEngines, available
-from vime.weight_sync.copy_table import TILE, Batch, Kind, bind, find_runs, taking_turns, unit_bytes
+from vime.weight_sync.copy_engines import LEAST, WORTH, CopyEngines, available
+from vime.weight_sync.copy_table import TILE, Batch, Kind, bind, find_runs
 from vime.weight_sync.program import CopyProgram, Source
 
 log = logging.getLogger(__name__)
@@ -107,28 +108,33 @@ def check_kernel(
 
 @dataclass(frozen=True)
 class Launch:
-    """A batch, its table on the GPU, and which tiles of it the kernel copies: those that no copy engine does."""
+    """A batch, its table on the GPU, which runs copy engines do (bool [runs]), and the tiles of the others."""
 
     batch: Batch
     runs: torch.Tensor
     tiles: torch.Tensor
+    by_engine: np.ndarray
     by_kernel: torch.Tensor
 
 
 class TritonCopier:
-    """A copy program on one GPU. All work goes to the current stream; :meth:`check`'s answer waits for it.
+    """A copy program on one GPU. All work is in order with the current stream's; :meth:`check`'s answer waits for it.
 
     Args:
         program: what to copy.
         replay: capture a CUDA graph at the second run with the same addresses, which takes some milliseconds once.
-        far: arenas on other GPUs.
+        far: arenas on other GPUs, which copy engines may read.
+        first: the rank that they begin with.
     """
 
-    def __init__(self, program: CopyProgram, replay: bool = False, far: Collection[Source] = ()) -> None:
+    def __init__(
+        self, program: CopyProgram, replay: bool = False, far: Collection[Source] = (), first: int = 0
+    ) -> None:
         self.program, self._replays = program, replay and torch.cuda.is_available()
         self._runs = find_runs(program)
-        far = far if far and available() else ()
+        far = set(far) if far and available() else set()
         self._far = np.array([copy.source in far for copy in program.copies], dtype=bool)
+        self._first = first
         self._origins = np.array([copy.source[0] for copy in program.copies], dtype=np.int64)  # trainer rank of each
         self._bound_to: tuple[int, ...] | None = None
         self._launches: list[Launch] = []
@@ -143,7 +149,7 @@ class TritonCopier:
         self.seconds = self.check_seconds = 0.0
         self._clock: tuple[Any, Any, Any] | None = None  # events before the last run, after it, after its check
         self._ran = False  # since it was bound
-        self._graph: torch.cuda.CUDAGraph | None = None  # of everything that run() enqueues
+        self._graph: torch.cuda.CUDAGraph | None = None  # of what _enqueue() does
 
     def bind(self, arenas: Mapping[Source, torch.Tensor], params: Mapping[str, torch.Tensor]) -> None:
         copies, fills = self.program.copies, self.program.fills
@@ -160,30 +166,37 @@ class TritonCopier:
         batches, others = bind(self._runs, sources, targets_at, [target.dtype for target in targets])
         self._others = [(n, source_view(copies[n], arenas), target_view(copies[n], params)) for n in others]
         before, self._launches = self._launches, []
-        pieces = []
-        for number, batch in enumerate(batches):
-            by_engine = self._far[batch.runs[:, 6]] & batch.pieces(LEAST)
-            pieces.append(self._pieces(batch, by_engine))
+        by_engines = self._by_engines(batches)
+        for number, (batch, by_engine) in enumerate(zip(batches, by_engines, strict=True)):
             runs = torch.from_numpy(batch.runs).to(targets[0].device)
-            if number < len(before) and batch.tiled_like(before[number].batch):  # tiles are most of the table
-                self._launches.append(replace(before[number], batch=batch, runs=runs))
+            last = before[number] if number < len(before) else None
+            if last and batch.tiled_like(last.batch) and np.array_equal(by_engine, last.by_engine):
+                self._launches.append(replace(last, batch=batch, runs=runs))  # tiles are most of the table
                 continue
             made = batch.tiles(origins=self._origins[batch.runs[:, 6]])
             tiles = torch.from_numpy(made).to(runs.device)
             by_kernel = torch.from_numpy(made[~by_engine[made[:, 0]]]).to(runs.device) if by_engine.any() else tiles
-            self._launches.append(Launch(batch, runs, tiles, by_kernel))
-        sides = np.concatenate([np.empty((0, 3), dtype=np.int64), *pieces]).T
-        self._engines = CopyEngines(*sides) if sides.size else None
+            self._launches.append(Launch(batch, runs, tiles, by_engine, by_kernel))
+        self._engines = self._make_engines(targets[0].device) if any(mine.any() for mine in by_engines) else None
         if self._differs is None:
             pinned = bool(targets) and targets[0].is_cuda
             self._differs = torch.zeros(len(copies), dtype=torch.int32, device="cpu", pin_memory=pinned)
         self._bound_to, self._ran, self._graph = addresses, False, None
 
-    def _pieces(self, batch: Batch, chosen: np.ndarray) -> np.ndarray:
-        """int [pieces, 3], source and target address and bytes of these runs; ranks that are read from take turns."""
-        runs = batch.runs[chosen]
-        runs = runs[taking_turns(self._origins[runs[:, 6]])]
-        return np.stack([runs[:, 0], runs[:, 1], runs[:, 2] * unit_bytes(batch.kind)[0]], axis=1)
+    def _by_engines(self, batches: list[Batch]) -> list[np.ndarray]:
+        """Of each batch's runs, which copy engines read: all large pieces, or none where they are little together."""
+        found = [self._far[batch.runs[:, 6]] & batch.pieces(LEAST) for batch in batches]
+        total = sum(int(batch.sizes()[mine].sum()) for batch, mine in zip(batches, found, strict=True))
+        return found if total >= WORTH else [np.zeros_like(mine) for mine in found]
+
+    def _make_engines(self, device: torch.device) -> CopyEngines:
+        runs = np.concatenate([launch.batch.runs[launch.by_engine] for launch in self._launches])
+        sizes = np.concatenate([launch.batch.sizes()[launch.by_engine] for launch in self._launches])
+        return CopyEngines(device, runs[:, 0], runs[:, 1], sizes, self._origins[runs[:, 6]], self._first)
+
+    @property
+    def engine_bytes(self) -> int:
+        return self._engines.bytes if self._engines is not None else 0
 
     def unbind(self) -> None:
         self._bound_to, self._others, self._fills = None, [], []
@@ -209,10 +222,24 @@ class TritonCopier:
             enqueue()
         else:  # what they do cannot be captured: only the kernel's part is
             self._begin()
-            with self._engines.copying():
-                enqueue()
-            self._end()
+            try:
+                with self._engines.copying():
+                    enqueue()
+            except ArenaError as error:
+                log.warning("copy engines are not used any more, the kernel copies everything: %s", error)
+                self._leave_engines()
+                self._enqueue()
+            else:
+                self._end()
         self._ran = True
+
+    def _leave_engines(self) -> None:
+        self._far[:] = False
+        self._engines = self._graph = None
+        self._launches = [
+            replace(launch, by_engine=np.zeros_like(launch.by_engine), by_kernel=launch.tiles)
+            for launch in self._launches
+        ]
 
     def _begin(self) -> None:
         if self._clock is not None:
@@ -225,7 +252,7 @@ class TritonCopier:
             self._clock[1].record()
 
     def _enqueue(self) -> None:
-        """All that is the current stream's."""
+        """All that copy engines do not do; without them, fills and the clock's marks too."""
         if self._engines is None:
             self._begin()
         for launch in self._launches:

@@ -95,6 +95,7 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict)
     bytes_by_rank: dict[int, int] = field(default_factory=dict)
     copies: int = 0
+    engine_bytes: int = 0  # of them by copy engines
     checked: str = "off"
 
 
@@ -108,11 +109,12 @@ class Receiver:
         check: str,
         device: torch.device | None = None,
         most_bytes: int = MOST_BYTES,
+        copy_engines: bool = True,
     ) -> None:
         """check: "full", "sampled" or "off". device: of the model (default: the CPU). most_bytes: of one message from
-        a rank on another node."""
+        a rank on another node. copy_engines: may read from other GPUs."""
         self.model, self.place, self.check, self.most_bytes = model, place, check, most_bytes
-        self.device = device or torch.device("cpu")
+        self.device, self._copy_engines = device or torch.device("cpu"), copy_engines
         self.plan: LoadPlan | None = None
         self.report = Report()
         self._arenas: dict[Source, torch.Tensor] = {}
@@ -159,12 +161,12 @@ class Receiver:
         # What is opened; the other ranks send. Kept: twenty thousand copies are not looked through at every update.
         self._sources = [source for source in self._program.sources if source[0] in near]
         self._far = self._on_other_gpus(shards.ranks)
-        far = {source for sources in self._far.values() for source in sources}
+        far = [source for sources in self._far.values() for source in sources] if self._copy_engines else []
+        first = self.place.neighbour % (max(shards.ranks) + 1)
         # Live tensors stay where they are; a layer's load-format tensors are new at every update.
-        copiers = [make_copier(part, self.device, stage == 0, far) for stage, (part, _) in enumerate(programs)]
+        copiers = [make_copier(part, self.device, stage == 0, far, first) for stage, (part, _) in enumerate(programs)]
         self._direct, self._stages = copiers[0], list(zip(groups, copiers[1:], strict=True))
         remote = [copies for _, copies in programs]
-        first = self.place.neighbour % (max(shards.ranks) + 1)
         self._staging = Staging(remote, str(self.place), self.check, self.device, self.most_bytes, first)
 
     def _on_other_gpus(self, ranks: Mapping[int, RankInfo]) -> dict[int, list[Source]]:
@@ -273,6 +275,7 @@ class Receiver:
             "compare": sum(copier.check_seconds for copier in ran),
             "wait": self._staging.waited,  # for what is sent by plan, in "direct" and "staged"
         }
+        self.report.engine_bytes = sum(copier.engine_bytes for copier in ran)
         self.report.version, self.report.checked = version, self.check
 
     def _copy(self, stage: int, copier: Copier, params: Mapping[str, torch.Tensor], version: int) -> None:

@@ -39,6 +39,7 @@ class InitInfo:
     shards: dict[str, Any]  # ShardMap.to_json
     maps: bool = True  # open the memory of trainer ranks on the same node; else all of them send
     most_bytes: int = MOST_BYTES  # of one message from a rank whose memory is not opened
+    copy_engines: bool = True  # read other GPUs' memory with them too; else by the kernel alone
 
 
 @dataclass
@@ -143,7 +144,7 @@ class Session:
         neighbour = told if gpu is None else _neighbour(told, shards.on_gpu(gpu))
         spread = info.engine * len(info.devices) + self.number
         place = Place(info.engine, self.number, spread if neighbour is None else neighbour, node_name(), info.maps, gpu)
-        connected = Receiver(self.model, place, info.check, self.device, info.most_bytes)
+        connected = Receiver(self.model, place, info.check, self.device, info.most_bytes, info.copy_engines)
         plan = connected.connect(shards)
         self._info, self._receiver, self._neighbour = info, connected, neighbour
         near = [shards.ranks[neighbour].device] if neighbour in shards.ranks else []

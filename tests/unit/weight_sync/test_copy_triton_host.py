@@ -90,7 +90,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         meanwhile.delitem(sys.modules, "vime.weight_sync.copy_triton", raising=False)
         module: Any = importlib.import_module("vime.weight_sync.copy_triton")
         del sys.modules["vime.weight_sync.copy_triton"]  # nobody else is to find it
-    device: Any = Gpu(16 << 20)
+    device: Any = Gpu(64 << 20)
     module.copy_kernel.gpu = module.check_kernel.gpu = device
     device.copier = module.TritonCopier
     device.module = module

@@ -201,6 +201,7 @@ class UpdateWeightFromTensor:
             "shards": self._shards.nearest(address.slot, node).to_json(),
             "maps": self.maps,
             "most_bytes": min(self.options.update_weight_buffer_size, MOST_BYTES),
+            "copy_engines": not self.options.no_copy_engines,
         }
 
     def _open_channels(self, engines: list[Engine]) -> None:
