@@ -4,6 +4,7 @@ bytes on the CPU when its stream is waited for, as late as a GPU may."""
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import itertools
 import sys
 import types
@@ -17,7 +18,7 @@ import torch
 from tests.unit.weight_sync.test_copy_triton_host import Gpu, gpu  # noqa: F401 - a fixture
 from tests.unit.weight_sync.test_links import SHAPES, Trainer
 from tests.unit.weight_sync.toy import ToyModel
-from vime.weight_sync import copy_engines, receiver
+from vime.weight_sync import copy_engines, receiver, session
 from vime.weight_sync.arena import node_name
 from vime.weight_sync.copier import make_copier
 from vime.weight_sync.copy_cpu import CpuCopier
@@ -363,6 +364,46 @@ def test_what_the_driver_refuses_the_kernel_copies_and_all_else_from_then_on(
     assert len(caplog.records) == 1
 
 
+def test_what_the_driver_refuses_later_is_not_replayed_without_it(
+    gpu: Any,  # noqa: F811
+    driver: Driver,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was captured beside copy engines is the kernel's part alone."""
+
+    class Graph:
+        def __init__(self, copier: Any) -> None:
+            self.tiles = [launch.by_kernel for launch in copier._launches]
+            self.copier = copier
+
+        def replay(self) -> None:
+            now, self.copier._launches = (
+                self.copier._launches,
+                [
+                    dataclasses.replace(launch, by_kernel=tiles)
+                    for launch, tiles in zip(self.copier._launches, self.tiles, strict=True)
+                ],
+            )
+            self.copier._enqueue()
+            self.copier._launches = now
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    event = types.SimpleNamespace(record=lambda: None, elapsed_time=lambda other: 0.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+    monkeypatch.setattr(gpu.copier, "_capture", lambda copier: Graph(copier))
+    made, arenas, params = program(gpu)
+    made.copies.pop()  # torch's own copies are not captured
+    wanted = expected(made, arenas, params)
+    copier = gpu.copier(made, replay=True, far=FAR)
+    copier.bind(arenas, params)
+    for answer in (0, 0, 0, 1, 1, 1):
+        driver.answer = answer
+        for param in params.values():
+            param.zero_()
+        copier.run()
+        assert all(torch.equal(param, wanted[name]) for name, param in params.items())
+
+
 def test_after_an_error_too_nothing_goes_on_behind_the_current_stream(
     gpu: Any,  # noqa: F811
     driver: Driver,
@@ -392,7 +433,9 @@ def test_a_worker_says_what_is_on_other_gpus(
 
     def make(part: CopyProgram, device: torch.device, replay: bool, there: Any, first: int) -> CpuCopier:
         said.append((replay, {rank for rank, _ in there}, first))
-        return CpuCopier(part)
+        copier = CpuCopier(part)
+        copier.engine_bytes = 5
+        return copier
 
     monkeypatch.setattr(receiver, "make_copier", make)
     names = list(SHAPES)
@@ -401,6 +444,24 @@ def test_a_worker_says_what_is_on_other_gpus(
     worker.connect(trainer.shards)
     assert said[0] == (True, far if wanted else set(), 1)
     assert all(each == (False, said[0][1], 1) for each in said[1:])
+    worker.update(1)
+    assert worker.report.engine_bytes == 5 * len(said)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_trainer_says_whether_copy_engines_may_be_used(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[bool] = []
+
+    class Watched(receiver.Receiver):
+        def __init__(self, *args: Any) -> None:
+            said.append(args[5])
+            super().__init__(*args)
+
+    monkeypatch.setattr(session, "Receiver", Watched)
+    shards = Trainer(list(SHAPES)).shards.to_json()
+    worker = session.Session(ToyModel(SHAPES), 0, torch.device("cpu"))
+    worker.connect(session.InitInfo("first", 0, [0], ["cpu-0"], "full", shards, copy_engines=wanted))
+    assert said == [wanted]
 
 
 def test_what_is_far_comes_to_the_gpus_copier(monkeypatch: pytest.MonkeyPatch) -> None:

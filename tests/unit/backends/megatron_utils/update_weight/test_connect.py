@@ -15,6 +15,7 @@ from vime.backends.vllm_utils.client import EngineClient
 from vime.errors import EngineError, WeightSyncError
 from vime.models.layout import ParallelLayout
 from vime.types import EngineAddress
+from vime.weight_sync.arena import node_name
 
 
 def test_engines_are_connected_at_once(engines: Callable[..., ToyEngine], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,6 +34,14 @@ def test_engines_are_connected_at_once(engines: Callable[..., ToyEngine], monkey
     me.train(1)
     me.update.update_weights(1)
     assert [digests(address) for address in addresses] == [expected_digests(1, 1)] * 3
+
+
+@pytest.mark.parametrize("unwanted", [False, True])
+def test_workers_are_told_whether_they_may_use_copy_engines(engines: Callable[..., ToyEngine], unwanted: bool) -> None:
+    address = engines(0, None).address
+    me = Rank(0, ParallelLayout(world_size=1), no_copy_engines=unwanted)
+    me.update.connect_rollout_engines([address])
+    assert me.update._init_info(address, node_name())["copy_engines"] is not unwanted
 
 
 def test_an_engines_first_failure_stays() -> None:
