@@ -76,7 +76,8 @@ def one_call(pieces: Pieces) -> Callable[[], object]:
     """As the product does it: in few calls for many pieces."""
     from vime.weight_sync.copy_engines import CopyEngines
 
-    engines = CopyEngines(pieces.sources, pieces.targets, pieces.sizes)
+    device, origins = torch.device("cuda", torch.cuda.current_device()), np.zeros_like(pieces.sizes)
+    engines = CopyEngines(device, pieces.sources, pieces.targets, pieces.sizes, origins)
 
     def run() -> None:
         with engines.copying():
@@ -112,9 +113,12 @@ def read_rates(rank: int, device: str) -> dict[str, dict[str, float]]:
     dist.all_gather_object(handles, cuda_arena_of(mine)[0].describe())
     source = open_cuda_arena(handles[1 - rank])
     found: dict[str, dict[str, float]] = {}
+    wanted = source.view(torch.int64).sum()
     for name, run in all_ways(source, target).items():
+        target.zero_()
         for _ in range(3):  # to compile, and to capture what is replayed
             run()
+        assert torch.equal(target.view(torch.int64).sum(), wanted), f"{name} has not copied everything"
         alone = _measure(run, rank == 0)
         found[name] = {"alone": SIZE / alone[0]} if rank == 0 else {}
         both = _measure(run, True)

@@ -273,9 +273,10 @@ def _reads(states: list[dict[str, Any]], gpu: int, bandwidths: dict[str, float |
     copies = [state["seconds"]["copy"] for state in states if "copy" in state["seconds"]]
     at_link, at_local = bandwidths["link"] or bandwidths["local"] or 1.0, bandwidths["local"] or 1.0
     return {
-        **{"local": float(local), "link": float(link)},
+        **{"local": float(local), "link": float(link), "engines": float(states[0].get("engine_bytes", 0))},
         "copy": statistics.median(copies) if copies else None,
         "predicted": local / at_local + link / at_link,
+        "beside": local / at_local,  # of that, within its own GPU
     }
 
 

@@ -13,8 +13,8 @@ from benchmarks.layout_table import Table
 
 REFUSED = "WeightSyncError: memory of expandable segments has no IPC handle"
 DIED = "WeightSyncError: weight update failed in phase 'done' at trainer rank 1 (pid 7, dead): did not come"
-WORKER = {"local": 0.0, "link": 1e9, "copy": 2.7e-3, "predicted": 2.5e-3}
-IDLE = {"local": 1e9, "link": 0.0, "copy": 0.5e-3, "predicted": 0.5e-3}
+WORKER = {"local": 0.0, "link": 1e9, "engines": 0.0, "copy": 2.7e-3, "predicted": 2.5e-3, "beside": 0.0}
+IDLE = {"local": 1e9, "link": 0.0, "engines": 0.0, "copy": 0.5e-3, "predicted": 0.5e-3, "beside": 0.5e-3}
 
 
 def row(**over: Any) -> dict[str, Any]:
@@ -84,14 +84,26 @@ def test_a_kill_that_does_not_end_as_it_must(table: Table, over: dict[str, Any])
 
 
 def test_every_worker_that_only_pulls_is_held_against_the_link(table: Table) -> None:
-    """Also where another pulls at the same time; not a copy from both sides, whose time is of either."""
+    """Also where another pulls at the same time, or copies much of its own; not if it does so itself."""
     at = {rate: WORKER | {"copy": 1e9 / rate} for rate in (349e9, 351e9)}
-    table.rows.append(row(workers=[at[351e9], at[351e9]]))
+    too_slow = ["0.6B, TP2, one TP2, own GPU: the link is too slow"]
+    both = at[349e9] | {"beside": 0.1e-3}
+    for workers, said in (
+        ([at[351e9], at[351e9]], []),
+        ([at[351e9], at[349e9]], too_slow),
+        ([both, at[349e9]], too_slow),
+        ([both, at[351e9]], []),
+    ):
+        table.rows = [row(workers=workers)]
+        assert table.broken() == said
+
+
+def test_much_that_is_read_over_the_link_is_read_by_copy_engines(table: Table) -> None:
+    much = WORKER | {"link": 3e9, "copy": 8e-3, "predicted": 7.5e-3, "engines": 1.3e9}
+    table.rows = [row(workers=[much, IDLE])]
     assert table.broken() == []
-    table.rows.append(row(workers=[at[351e9], at[349e9]]))
-    assert table.broken() == ["0.6B, TP2, one TP2, own GPU: the link is too slow"]
-    table.rows[-1] = row(workers=[at[349e9] | {"local": 1e9}, IDLE])
-    assert table.broken() == []
+    table.rows = [row(workers=[IDLE, much | {"engines": 1.1e9}])]
+    assert table.broken() == ["0.6B, TP2, one TP2, own GPU: copy engines read too little"]
 
 
 def test_a_program_that_has_not_ended(table: Table) -> None:

@@ -58,6 +58,10 @@ def test_an_option_without_what_it_depends_on(problems: Problems, name: str, pro
             "--update-weight-transport disk --check-weight-update full",
             "--check-weight-update full means nothing with --update-weight-transport disk; leave it out",
         ),
+        (
+            "--update-weight-transport bucketed --no-copy-engines",
+            "--no-copy-engines means nothing with --update-weight-transport bucketed; leave it out",
+        ),
         ("--num-epoch 1", "--num-rollout 3 and --num-epoch 1 both say how long; keep one"),
         ("--rm-url http://x", "--rm-url http://x means nothing with --rm-type deepscaler"),
         ("--rm-type remote_rm", "--rm-type remote_rm needs --rm-url"),

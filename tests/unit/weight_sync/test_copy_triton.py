@@ -167,8 +167,9 @@ def test_a_replay_ends_where_memory_has_moved() -> None:
 
 # Without a GPU, test_copy_engines.py holds what is left to them, and when, against a driver that moves bytes itself.
 @pytest.mark.skipif(DEVICE == "cpu", reason="copy engines are a GPU's")
-def test_copy_engines_and_the_kernel_copy_one_program() -> None:
+def test_copy_engines_and_the_kernel_copy_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """From this GPU, as if it were another: the engines do not mind."""
+    monkeypatch.setattr("vime.weight_sync.copy_triton.WORTH", 0)
     count = 1 << 20
     arena = numbers(torch.bfloat16, 40 * count, 2)
     params = {f"p{number}": torch.zeros(count, dtype=torch.bfloat16, device=DEVICE) for number in range(40)}
@@ -191,3 +192,24 @@ def test_copy_engines_and_the_kernel_copy_one_program() -> None:
     assert copier._graph is not None
     params["p9"].view(torch.int16)[count - 1] ^= 1
     assert copier.check("full", 0)() == [9]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="copy engines are a GPU's")
+def test_memory_that_is_given_back_at_once_is_not_written_to_by_copy_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of layers in load format: whoever has it next is on the current stream."""
+    monkeypatch.setattr("vime.weight_sync.copy_triton.WORTH", 0)
+    count = 256 << 20
+    arena = torch.ones(count, dtype=torch.bfloat16, device=DEVICE)
+    whole = Copy((0, 0), 0, torch.bfloat16, (1,), "p", 0, (1,), (count,), "t")
+    copier = TritonCopier(CopyProgram([whole], []), far=[(0, 0)])
+    for _ in range(3):
+        param = torch.zeros(count, dtype=torch.bfloat16, device=DEVICE)
+        place = param.data_ptr()
+        copier.bind({(0, 0): arena.view(torch.uint8)}, {"p": param})
+        copier.run()
+        copier.forget_params()
+        del param
+        other = torch.full((count,), 7.0, dtype=torch.bfloat16, device=DEVICE)
+        assert other.data_ptr() == place
+        assert (other == 7).all()
+        del other
