@@ -146,7 +146,7 @@ def _broken(row: dict[str, Any], on_gpus: bool) -> list[str]:
             out.append("the update takes too long")
         pulls = [each for each in row["workers"] if each["link"] > 0 and each["beside"] < 0.01 * each["copy"]]
         out += ["the link is too slow" for each in pulls if each["link"] / each["copy"] < LIMITS["link"]]
-        # Half of a layer is in large pieces, whatever the layout; below 1 GB the kernel may be sooner done.
+        # Half of a layer is in large pieces, whatever the layout; 2 GB are well above what is worth it.
         idle = [each for each in row["workers"] if each["link"] > 2e9 and each["engines"] < 0.4 * each["link"]]
         out += ["copy engines read too little" for _ in idle]
     if counted is None:

@@ -15,6 +15,7 @@ from tests.tiny import make_checkpoint
 from vime.backends.vllm_utils.client import EngineClient
 from vime.backends.vllm_utils.command import EngineCommand, engine_command
 from vime.backends.vllm_utils.engine import EngineProcess
+from vime.backends.vllm_utils.processes import living
 from vime.config import CheckpointOptions, ClusterOptions, Config, RolloutOptions
 from vime.models.spec import ModelSpec, spec_from_hf
 
@@ -96,7 +97,7 @@ class Leftovers:
         self.segments = {str(path) for path in Path("/dev/shm").iterdir() if path.lstat().st_ino in inodes}
 
     def remaining(self) -> list[str]:
-        alive = [f"{p.pid} {p.name()}" for p in self.processes if _runs(p)]
+        alive = [f"{p.pid} {p.name()}" for p in self.processes if living(p)]
         return alive + [path for path in sorted(self.segments | self.directories) if os.path.exists(path)]
 
     def expect_none(self, timeout: float = 60.0) -> None:
@@ -104,10 +105,3 @@ class Leftovers:
         while left := self.remaining():
             assert time.monotonic() < deadline, f"left behind: {left}"
             time.sleep(0.05)
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

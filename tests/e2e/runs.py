@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from tests.tiny import make_checkpoint
+from vime.backends.vllm_utils.processes import living
 
 ROOT = Path(__file__).parents[2]
 RUN_SECONDS = 400.0  # a run of three steps takes 40 s when nothing else runs
@@ -201,7 +202,7 @@ class Traces:
         alive = []
         for process in self.processes:
             try:
-                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                if living(process):
                     alive.append(f"{process.pid} {' '.join(process.cmdline())[:80]}")
             except psutil.NoSuchProcess:
                 continue

@@ -93,7 +93,8 @@ class RunProcesses:
 
 def _living() -> Iterator[tuple[_Process, int]]:
     """Each process that is not a zombie, with its parent's pid. One whose main thread has ended before the others looks
-    like one, and has all its memory still: of a GPU gigabytes, which take a while to be given back."""
+    like one, and has all its memory still: of a GPU gigabytes, which take a while to be given back. (It shows no trace
+    any more, so it must be known by then, or a descendant.)"""
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             with contextlib.suppress(OSError):

@@ -44,7 +44,7 @@ class WeightSyncOptions:
     )
     check_weight_update: str = option("sampled", "checksums at every sync", choices=("full", "sampled", "off"))
     no_copy_engines: bool = option(
-        False, "workers read other GPUs' memory by a kernel alone, slower, and not with copy engines as well"
+        False, "read other GPUs' memory with the copy kernel only, which is slower for large models"
     )
     weight_update_timeout: float = option(
         300.0,

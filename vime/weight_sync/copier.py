@@ -18,11 +18,7 @@ class Copier(Protocol):
     # What the last run took, and its check; on a GPU by its own clock, and known once check's answer is there.
     seconds: float
     check_seconds: float
-
-    @property
-    def engine_bytes(self) -> int:
-        """Bytes of it that copy engines copy."""
-        ...
+    engine_bytes: int  # of the last run, what copy engines read
 
     def bind(self, arenas: Mapping[Source, torch.Tensor], params: Mapping[str, torch.Tensor]) -> None:
         """Take today's addresses. Before the first run, and whenever an arena or a parameter may have moved."""

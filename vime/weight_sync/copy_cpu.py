@@ -27,11 +27,10 @@ def target_view(copy: Copy, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
 class CpuCopier:
     """A program on prebuilt views."""
 
-    engine_bytes = 0
-
     def __init__(self, program: CopyProgram) -> None:
         self.program = program
         self.seconds = self.check_seconds = 0.0
+        self.engine_bytes = 0  # it has none
         self._sources: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
         self._fills: list[tuple[torch.Tensor, float]] = []

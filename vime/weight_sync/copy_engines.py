@@ -1,7 +1,7 @@
 """Reads other GPUs' memory with this GPU's copy engines, piece by piece.
 
-A kernel asks for 128 bytes at a time, and its requests take room on the links that carry answers the other way: on two
-H200s it reads 375 GB/s while nobody reads this GPU, and 338 while the other one does. A copy engine reads 397 and 374
+On two H200s a kernel reads 375 GB/s while nobody reads this GPU, and 338 while the other one does; probably since its
+many small requests take room on the links that carry answers the other way. A copy engine reads 397 and 374
 (benchmarks/link_reads_h200x2.md), and leaves the multiprocessors to whoever else has work. But it moves whole pieces
 only. Enqueued one by one, even from a CUDA graph, pieces of 1.5 MiB do not overlap, and come with 210 GB/s; so many go
 into one call, which no graph can hold. What is small, strided or converted is the kernel's, and so is everything where
@@ -24,9 +24,10 @@ from vime.weight_sync.arena_cuda import checked
 from vime.weight_sync.copy_table import taking_turns
 
 LEAST = 512 << 10  # bytes of a piece: the host needs half a microsecond for each, a link 1.3 for 512 KiB
-WORTH = 512 << 20  # bytes in all: what is faster, less 0.1 ms, gains nothing below 350 MB both ways and 680 one way
-# Pieces per call: the first ones are on the way while the host prepares the next, which are twice as many. Of fifty
-# thousand in one call, between GPU and host, a driver is said to have hung (vllm-project/vllm#49276).
+WORTH = 448 << 20  # bytes in all: the higher rate makes up for 0.1 ms above 350 MB both ways, above 680 one way
+# Pieces per call: the first ones are on the way while the host prepares the next, which are twice as many. A driver is
+# said to have failed with fifty thousand in one call, and to have hung after many calls, between GPU and host
+# (vllm-project/vllm#49276): hence --no-copy-engines.
 _FEWEST, _MOST = 16, 1024
 _BATCHED_COPIES = 12080  # the CUDA version of the first driver that has them
 
@@ -53,7 +54,7 @@ class CopyEngines:
         sources, targets: int [pieces], addresses.
         sizes: int [pieces], bytes.
         origins: int [pieces], the trainer rank that each comes from.
-        first: the rank to begin with.
+        first: the rank to begin with, or the next one that is read from.
     """
 
     def __init__(

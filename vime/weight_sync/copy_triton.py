@@ -147,6 +147,7 @@ class TritonCopier:
         # cores took 0.6 ms to clear it, and NumPy 3 us.
         self._differs: torch.Tensor | None = None
         self.seconds = self.check_seconds = 0.0
+        self.engine_bytes = 0
         self._clock: tuple[Any, Any, Any] | None = None  # events before the last run, after it, after its check
         self._ran = False  # since it was bound
         self._graph: torch.cuda.CUDAGraph | None = None  # of what _enqueue() does
@@ -194,10 +195,6 @@ class TritonCopier:
         sizes = np.concatenate([launch.batch.sizes()[launch.by_engine] for launch in self._launches])
         return CopyEngines(device, runs[:, 0], runs[:, 1], sizes, self._origins[runs[:, 6]], self._first)
 
-    @property
-    def engine_bytes(self) -> int:
-        return self._engines.bytes if self._engines is not None else 0
-
     def unbind(self) -> None:
         self._bound_to, self._others, self._fills = None, [], []
         self._engines = None
@@ -231,6 +228,7 @@ class TritonCopier:
                 self._enqueue()
             else:
                 self._end()
+        self.engine_bytes = self._engines.bytes if self._engines is not None else 0
         self._ran = True
 
     def _leave_engines(self) -> None:

@@ -95,7 +95,7 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict)
     bytes_by_rank: dict[int, int] = field(default_factory=dict)
     copies: int = 0
-    engine_bytes: int = 0  # of them by copy engines
+    engine_bytes: int = 0  # of bytes_by_rank, what copy engines have read
     checked: str = "off"
 
 

@@ -284,7 +284,7 @@ def test_where_memory_has_moved_it_is_read_there(gpu: Any, driver: Driver) -> No
     assert copier.check("full", 0)() == []
     assert torch.equal(params["far"], moved[1, 0].view(BF16)[:LARGE])
     copier.unbind()
-    assert copier.engine_bytes == 0
+    assert copier.engine_bytes == 4 * LEAST  # of the last run; load-format layers ask when all is unbound
     driver.calls.clear()
     copier.bind(moved, params)
     copier.run()

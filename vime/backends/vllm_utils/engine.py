@@ -167,7 +167,7 @@ class EngineProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 supervisor.wait(wait)
         self._process = None
-        left = processes.kill(lambda: [process for process in tree if process.is_running() and _not_zombie(process)])
+        left = processes.kill(lambda: [process for process in tree if processes.living(process)])
         if self._scratch is not None:
             processes.remove_leftovers(self._scratch)  # the supervisor did so, unless it was killed
         if left:
@@ -214,10 +214,3 @@ def _is_cause(line: str) -> bool:
         return False
     words = [word for word in line.split() if word.endswith(":")]
     return line.startswith("vime: ") or any(word[:-1].endswith(("Error", "Exception", "error")) for word in words)
-
-
-def _not_zombie(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -24,7 +24,7 @@ _NOTE = "segments"
 
 
 def descendants(pid: int) -> list[psutil.Process]:
-    """Living processes below ``pid`` (zombies left out); empty when ``pid`` is gone."""
+    """Living processes below ``pid``; empty when ``pid`` is gone."""
     try:
         children = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -54,8 +54,10 @@ class Spawned:
 
 
 def living(process: psutil.Process) -> bool:
+    """Whether it has a thread left. One whose main thread has ended before the others looks like a zombie, and has all
+    its memory still: of a GPU gigabytes, which take a while to be given back."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
     except psutil.NoSuchProcess:
         return False
 

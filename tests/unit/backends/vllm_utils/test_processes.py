@@ -40,6 +40,23 @@ def test_a_tree_that_forks_all_the_time_is_killed_whole() -> None:
     root.wait(5)
 
 
+def test_a_process_lives_until_its_last_thread_has_ended() -> None:
+    """A killed worker's memory is given back by whichever thread is the last; by then the first may long be gone."""
+    threads = (
+        "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(600,)).start();"
+        "ctypes.CDLL(None).pthread_exit(None)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", threads])
+    process = psutil.Process(child.pid)
+    eventually(lambda: process.status() == psutil.STATUS_ZOMBIE)
+    assert processes.living(process)
+    assert processes.descendants(os.getpid()).count(process) == 1
+    assert processes.kill(lambda: [process] if processes.living(process) else []) == []
+    assert not processes.living(process)  # a zombie: nobody has waited for it yet
+    child.wait(5)
+    assert not processes.living(process)
+
+
 def _group(pid: int) -> int:
     try:
         return os.getpgid(pid)
