@@ -245,15 +245,14 @@ def local_bandwidth(rank: int, device: str) -> float:
 
 
 def _bandwidth(target: torch.Tensor, source: torch.Tensor) -> float:
+    gpus = {tensor.device for tensor in (target, source) if tensor.is_cuda}
     seconds = []
     for _ in range(4):
-        for tensor in (target, source):
-            if tensor.is_cuda:
-                torch.cuda.synchronize(tensor.device)
+        for gpu in gpus:
+            torch.cuda.synchronize(gpu)
         started = time.perf_counter()
         target.copy_(source)
-        for tensor in (target, source):
-            if tensor.is_cuda:
-                torch.cuda.synchronize(tensor.device)
+        for gpu in gpus:
+            torch.cuda.synchronize(gpu)
         seconds.append(time.perf_counter() - started)
     return target.numel() / min(seconds)

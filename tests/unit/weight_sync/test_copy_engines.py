@@ -141,6 +141,14 @@ def expected(made: CopyProgram, arenas: Any, params: dict[str, torch.Tensor]) ->
     return wanted
 
 
+def bound(gpu: Any) -> tuple[Any, Any, dict[str, torch.Tensor], dict[str, torch.Tensor]]:  # noqa: F811
+    """A copier of :func:`program`, its arenas and parameters, and what these should be after a run."""
+    made, arenas, params = program(gpu)
+    copier = gpu.copier(made, far=FAR)
+    copier.bind(arenas, params)
+    return copier, arenas, params, expected(made, arenas, params)
+
+
 def without_engines(copier: Any, driver: Driver, params: dict[str, torch.Tensor], wanted: Any) -> set[str]:
     """The parameters that are right if the engines do nothing."""
     for param in params.values():
@@ -155,10 +163,7 @@ def test_large_pieces_from_other_gpus_are_read_by_copy_engines_and_all_else_by_t
     gpu: Any,  # noqa: F811
     driver: Driver,
 ) -> None:
-    made, arenas, params = program(gpu)
-    wanted = expected(made, arenas, params)
-    copier = gpu.copier(made, far=FAR)
-    copier.bind(arenas, params)
+    copier, _, params, wanted = bound(gpu)
     assert without_engines(copier, driver, params, wanted) == params.keys() - BY_ENGINE
     copier.run()
     assert driver.calls == 2 * [4 * [LEAST]]
@@ -270,16 +275,14 @@ def test_ranks_that_are_read_from_take_turns(
 
 
 def test_where_memory_has_moved_it_is_read_there(gpu: Any, driver: Driver) -> None:  # noqa: F811
-    made, arenas, params = program(gpu)
-    copier = gpu.copier(made, far=FAR)
-    copier.bind(arenas, params)
+    copier, arenas, params, _ = bound(gpu)
     copier.run()
     moved = {source: gpu.allocate(torch.uint8, len(arena)).copy_(arena) for source, arena in arenas.items()}
     for source, arena in moved.items():
         arena.view(BF16)[: 4 * LARGE].neg_()
         arenas[source].fill_(0)
     copier.bind(moved, params)
-    assert without_engines(copier, driver, params, expected(made, moved, params)) == params.keys() - BY_ENGINE
+    assert without_engines(copier, driver, params, expected(copier.program, moved, params)) == params.keys() - BY_ENGINE
     copier.run()
     assert copier.check("full", 0)() == []
     assert torch.equal(params["far"], moved[1, 0].view(BF16)[:LARGE])
@@ -297,10 +300,7 @@ def test_what_copy_engines_do_is_found_out_anew_though_tiles_are_the_same(
     driver: Driver,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made, arenas, params = program(gpu)
-    wanted = expected(made, arenas, params)
-    copier = gpu.copier(made, far=FAR)
-    copier.bind(arenas, params)
+    copier, arenas, params, wanted = bound(gpu)
     copier.unbind()
     monkeypatch.setattr(gpu.module, "WORTH", 5 * LEAST)
     copier.bind(arenas, params)
@@ -319,10 +319,7 @@ def test_a_driver_that_does_not_fit_leaves_all_of_it_to_the_kernel(
     used: bool,
 ) -> None:
     driver.version, driver.CUDA_VERSION = version, bindings
-    made, arenas, params = program(gpu)
-    wanted = expected(made, arenas, params)
-    copier = gpu.copier(made, far=FAR)
-    copier.bind(arenas, params)
+    copier, _, params, wanted = bound(gpu)
     copier.run()
     assert ("engines" in driver.happened) == used
     assert all(torch.equal(param, wanted[name]) for name, param in params.items())
@@ -345,10 +342,7 @@ def test_what_the_driver_refuses_the_kernel_copies_and_all_else_from_then_on(
 
     driver.answer = int(refused == "first call")
     monkeypatch.setattr(gpu, "copy_kernel", refuse)
-    made, arenas, params = program(gpu)
-    wanted = expected(made, arenas, params)
-    copier = gpu.copier(made, far=FAR)
-    copier.bind(arenas, params)
+    copier, arenas, params, wanted = bound(gpu)
     copier.run()
     assert driver.happened[-1] == "0 waits for 1"
     assert all(torch.equal(param, wanted[name]) for name, param in params.items())
@@ -414,9 +408,7 @@ def test_after_an_error_too_nothing_goes_on_behind_the_current_stream(
     def fail(*_: Any) -> None:
         raise RuntimeError("no such kernel")
 
-    made, arenas, params = program(gpu)
-    copier = gpu.copier(made, far=FAR)
-    copier.bind(arenas, params)
+    copier, *_ = bound(gpu)
     monkeypatch.setattr(gpu, "copy_kernel", fail)
     with pytest.raises(RuntimeError, match="no such kernel"):
         copier.run()

@@ -194,6 +194,7 @@ def test_copy_engines_and_the_kernel_copy_one_program(monkeypatch: pytest.Monkey
     assert copier.check("full", 0)() == [9]
 
 
+# Without a GPU, test_copy_engines.py holds that the current stream waits for them, after an error too.
 @pytest.mark.skipif(DEVICE == "cpu", reason="copy engines are a GPU's")
 def test_memory_that_is_given_back_at_once_is_not_written_to_by_copy_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """As that of layers in load format: whoever has it next is on the current stream."""
