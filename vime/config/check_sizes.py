@@ -21,6 +21,7 @@ def check_sizes(config: Config, spec: ModelSpec | None, machine: Machine | None)
     problems += _dispatcher(config)
     if machine:
         problems += [*_devices(config, machine), *_experts_on_a_cpu(config, spec, machine)]
+        problems += _split_prompts_on_a_cpu(config, machine)
     return problems
 
 
@@ -158,6 +159,14 @@ def _experts_on_a_cpu(config: Config, spec: ModelSpec | None, machine: Machine) 
             f"an expert's width is {width // size} in each worker (moe_intermediate_size {width}, "
             f"--rollout-num-gpus-per-engine {size}); on a CPU, vLLM takes new weights only for multiples of "
             f"{_CPU_EXPERT_ALIGNMENT}"
+        )
+
+
+def _split_prompts_on_a_cpu(config: Config, machine: Machine) -> Iterator[str]:
+    if machine.device == "cpu" and config.rollout.vllm.get("enable-chunked-prefill") is True:
+        yield (
+            "--vllm-enable-chunked-prefill: on a CPU the engine dies of a split prompt whose request has a seed, and "
+            "vime's have one; leave the flag out"
         )
 
 

@@ -151,6 +151,9 @@ def engine_command(
         flags["enable-scale-out"] = True
     if device == "cpu":
         flags["enforce-eager"] = True
+        # A prompt that a step has no room for is split, and where the request has a seed, as ours have, vLLM then turns
+        # its generator back by an offset. torch's generators have none on a CPU: the engine ends.
+        flags["enable-chunked-prefill"] = False
         flags["kv-cache-memory-bytes"] = str(cpu_kv_cache_bytes(config, spec))
     else:
         flags["gpu-memory-utilization"] = "0.6" if shares_gpus(config) else "0.9"

@@ -121,6 +121,7 @@ def test_what_a_cpu_engine_is_started_with() -> None:
     command = cpu(config())
     assert value(command, "--dtype") == "float32"
     assert "--enforce-eager" in command.argv
+    assert "--no-enable-chunked-prefill" in command.argv  # test_generate.py shows why
     assert command.env["OMP_NUM_THREADS"] == "1"
     assert command.env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert command.env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
