@@ -113,8 +113,8 @@ def test_end_token_of_the_checkpoint_ends_an_answer(engine: TinyEngine) -> None:
 
 
 def test_more_prompts_than_fit_into_a_step_are_answered_and_keep_their_seeds(engine: TinyEngine) -> None:
-    """Else vLLM splits the last prompt of a step, and where its request has a seed it ends on a CPU, "CPU Generator does
-    not use offset". The prompts come while the first one is computed, and are more than three steps take."""
+    """Else vLLM splits the last prompt of a step, and where its request has a seed it ends on a CPU: "CPU Generator
+    does not use offset". The prompts come while the first one is computed, and are more than three steps take."""
     asked = [
         (prompt(seed, 1500 + seed), SamplingParams(max_tokens=4, temperature=1.0, ignore_eos=True, seed=seed))
         for seed in range(16)
