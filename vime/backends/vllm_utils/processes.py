@@ -4,6 +4,7 @@ An engine is a tree: the supervisor (launcher.py), vLLM's API server, its Engine
 worker per GPU. A server that is killed leaves files in /dev/shm (message queues ``psm_*``, the CPU communicator's
 ``vllm_dist_*``) and in its temporary directory. The latter is a private one per engine, so it goes as a whole; which
 segments are the engine's is read from the memory maps of its processes while they live, and noted in that directory.
+Python's own it also tells its *resource tracker*, a process per tree, which removes them once everybody else is dead.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ SHARED_MEMORY = "/dev/shm/"
 # What vLLM, torch, NCCL and multiprocessing create there. Not the arenas of trainers, which workers map as well.
 PREFIXES = ("psm_", "vllm_dist_", "torch_", "nccl-", "sem.mp-")
 _NOTE = "segments"
+_TRACKER_GRACE = 5.0  # seconds a resource tracker may take to remove what the dead have left
 
 
 def descendants(pid: int) -> list[psutil.Process]:
@@ -103,14 +105,28 @@ def remove_leftovers(scratch: Path) -> None:
 def kill(find: Callable[[], list[psutil.Process]], timeout: float = 30.0) -> list[int]:
     """SIGKILL everything that ``find`` returns until it returns nothing, and return the pids that survived ``timeout``.
 
-    It asks again because a process may fork between being listed and being killed.
+    It asks again because a process may fork between being listed and being killed. Resource trackers end by themselves
+    after the rest, and are killed only if they do not: what a process created in its last moment only they know of.
     """
     deadline = time.monotonic() + timeout
+    spare_until = None
     while processes := find():
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline:
             return [process.pid for process in processes]
-        for process in processes:
+        doomed = [process for process in processes if not is_resource_tracker(process)]
+        if not doomed:
+            spare_until = spare_until or now + _TRACKER_GRACE
+            doomed = processes if now > spare_until else []
+        for process in doomed:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(processes, timeout=0.2)
+        psutil.wait_procs(doomed or processes, timeout=0.2)
     return []
+
+
+def is_resource_tracker(process: psutil.Process) -> bool:
+    """Whether it is the one of :mod:`multiprocessing`, which ends once every process that it serves has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    return False

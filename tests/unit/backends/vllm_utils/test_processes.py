@@ -86,6 +86,75 @@ def test_segments_go_unless_somebody_maps_them(tmp_path: Path) -> None:
         shared.unlink()
 
 
+CREATES = """
+import multiprocessing, time
+from multiprocessing import shared_memory
+def work(pipe):
+    segment = shared_memory.SharedMemory(create=True, size=4096)
+    pipe.send(segment.name)
+    time.sleep(600)
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    context.Process(target=work, args=(theirs,)).start()
+    print(ours.recv(), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_what_was_created_a_moment_before_the_kill_goes_too(tmp_path: Path) -> None:
+    """vLLM makes message queues until a second before it serves: too late for the supervisor's note of its segments."""
+    script = tmp_path / "creates.py"
+    script.write_text(CREATES)
+    root = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert root.stdout is not None
+    segment = Path("/dev/shm", root.stdout.readline().strip().lstrip("/"))
+    assert segment.exists()
+    tree = [psutil.Process(root.pid), *processes.descendants(root.pid)]
+    assert processes.kill(lambda: [process for process in tree if processes.living(process)]) == []
+    root.wait(5)
+    assert not segment.exists()
+
+
+ORPHAN = """
+import importlib.util, mmap, os, signal, sys, time
+segment, launcher = sys.argv[1:]
+with open(segment, "wb+") as file:
+    file.truncate(mmap.PAGESIZE)
+    mapped = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+if os.fork():  # EngineCore's part, with a worker that is the other one
+    os.read(0, 1)
+    os._exit(0)
+spec = importlib.util.spec_from_file_location("__mp_main__", launcher)  # as multiprocessing's spawn does
+spec.loader.exec_module(importlib.util.module_from_spec(spec))
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_an_orphan_notes_its_segments_before_it_ends(tmp_path: Path) -> None:
+    segment = Path(f"/dev/shm/vllm_dist_test_{os.getpid()}")
+    root = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN, str(segment), str(launcher.__file__)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert root.stdout is not None
+    assert root.stdin is not None
+    assert root.stdout.readline() == "ready\n"
+    (orphan,) = processes.descendants(root.pid)
+    try:
+        root.stdin.close()
+        root.wait(30)
+        eventually(lambda: not processes.living(orphan))
+        processes.remove_leftovers(tmp_path)
+        assert not segment.exists()
+    finally:
+        segment.unlink(missing_ok=True)
+
+
 def test_segments_of_a_trainer_are_never_candidates() -> None:
     arena = Path("/dev/shm/vime-test-arena")
     with open(arena, "wb+") as file:
