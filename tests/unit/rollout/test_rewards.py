@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from aiohttp import web
 
 from vime.config import CheckpointOptions, Config, DataOptions, RewardOptions, RolloutOptions
 from vime.errors import ConfigError, DataError, VimeError
-from vime.rollout.rewards import Rewarder
+from vime.rollout import threads
+from vime.rollout.rewards import Rewarder, remote
 from vime.rollout.rewards.extract import answer_line, boxed
 from vime.rollout.rewards.f1 import f1
 from vime.rollout.rewards.mathematics import MathGrader, plain, quick_equal
@@ -317,6 +319,76 @@ def test_an_async_function_that_blocks_does_not_hold_up_the_error(module):
     assert score(config(custom_rm_path="my_rewards.works"), sample("x")) == [1]
 
 
+@pytest.mark.parametrize("kind", ["sync", "async", "sync that returns an awaitable"])
+def test_the_wait_for_others_is_not_time_that_a_reward_took(module, monkeypatch, kind):
+    """Each call takes a good part of its deadline, and many deadlines pass until the last one's turn."""
+    monkeypatch.setattr(threads, "_THREADS", threads.Slots(2))
+
+    def sync(options, one):
+        time.sleep(0.3)
+        return 1
+
+    async def blocking(options, one):
+        return sync(options, one)
+
+    module.f = {"sync": sync, "async": blocking}.get(kind, lambda options, one: blocking(options, one))
+    many = [sample("x", index=index) for index in range(24 if kind == "sync" else 12)]
+    assert score(config(custom_rm_path="my_rewards.f", rm_timeout=2), *many) == [1] * len(many)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_calls_that_hang_keep_their_slots_and_are_named_by_those_that_cannot_begin(module, monkeypatch, kind):
+    monkeypatch.setattr(threads, "_THREADS", threads.Slots(2))
+    monkeypatch.setattr(threads, "_user_loop", functools.cache(threads._UserLoop))
+    release = threading.Event()
+    module.sync = lambda options, one: release.wait(60)
+
+    async def blocks(options, one):
+        release.wait(60)
+
+    setattr(module, "async", blocks)
+    rewarder = Rewarder(config(custom_rm_path=f"my_rewards.{kind}", rm_timeout=0.2))
+
+    async def all_of_them():
+        many = [sample("x", index=index) for index in range(6)]
+        return await asyncio.gather(*(rewarder.score(one) for one in many), return_exceptions=True)
+
+    errors = list(map(str, asyncio.run(all_of_them())))
+    began = 2 if kind == "sync" else 1
+    assert all("took longer than 0.2 s" in error for error in errors[:began]), errors
+    why = "all 2 threads are held by calls that do not end" if kind == "sync" else "has blocked the others"
+    assert all("could not begin: for 0.2 s" in error and why in error for error in errors[began:]), errors
+    assert all(error.startswith("--custom-rm-path ") for error in errors)
+    release.set()
+    # The slots come back with the threads' ends, and nothing of those given up is left in the queue.
+    module.works = lambda options, one: 1
+    assert score(config(custom_rm_path="my_rewards.works"), *(sample("x") for _ in range(6))) == [1] * 6
+
+
+def test_a_cancelled_wait_leaves_the_slots_to_others():
+    slots = threads.Slots(1)
+
+    async def work():
+        await slots.take(60)
+        waiting = [asyncio.create_task(slots.take(60)) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        await asyncio.wait([waiting[0]])
+        slots.give()  # and cancelled just when its turn came
+        waiting[1].cancel()
+        await asyncio.wait([waiting[1]])
+        await waiting[2]
+        slots.give()
+        await slots.take(60)
+
+    asyncio.run(work())
+
+
+def test_recovering_an_engine_waits_for_no_function_of_the_users(module, monkeypatch):
+    monkeypatch.setattr(threads, "_THREADS", threads.Slots(0))
+    assert asyncio.run(threads.in_thread(lambda: 1)) == 1
+
+
 def test_a_module_that_ends_the_process_when_imported(tmp_path, monkeypatch):
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(5)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -341,7 +413,7 @@ def test_options_that_do_not_fit_together(module):
         score(config(rm_type="math"), sample("x", label=None))
 
 
-def with_server(handler, options_for):
+def with_server(handler, options_for, *samples):
     """Run ``options_for(url)`` against a real HTTP server."""
 
     async def run():
@@ -354,7 +426,7 @@ def with_server(handler, options_for):
         port = runner.addresses[0][1]
         try:
             rewarder = Rewarder(options_for(f"http://127.0.0.1:{port}/rm"))
-            return await scored(rewarder, sample("abc", source="here"))
+            return await scored(rewarder, *samples or [sample("abc", source="here")])
         finally:
             await runner.cleanup()
 
@@ -398,6 +470,37 @@ def test_remote_reward_gives_up_with_the_cause():
     ]:
         with pytest.raises(VimeError, match=message):
             with_server(handler, lambda url: config(rm_type="remote_rm", rm_url=url, rm_timeout=0.5))
+
+
+def test_remote_rewards_that_wait_for_others_are_not_late(monkeypatch):
+    """Six rounds of 0.4 s each, with a deadline of 1.5 s."""
+    monkeypatch.setattr(remote, "_AT_ONCE", 2)
+    under_way, most = 0, 0
+
+    async def takes_its_time(request):
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.4)
+        under_way -= 1
+        return web.json_response(1)
+
+    many = [sample("x", index=index) for index in range(12)]
+    assert with_server(takes_its_time, lambda url: config(rm_type="remote_rm", rm_url=url, rm_timeout=1.5), *many) == [
+        1
+    ] * len(many)
+    assert most == 2
+
+
+def test_no_limit_of_the_http_librarys_goes_before_the_deadline():
+    async def limits():
+        async with remote.RemoteReward("http://127.0.0.1:1", 1000) as reward:
+            session = reward._session
+            assert session is not None
+            return session.timeout, getattr(session.connector, "limit", None)
+
+    timeout, connections = asyncio.run(limits())
+    assert (timeout.total, timeout.sock_read, timeout.connect, connections) == (None, None, None, 0)
 
 
 def test_a_worker_ends_when_its_run_was_killed_in_the_middle():

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from vime.errors import VimeError
-from vime.rollout.threads import in_own_loop, in_thread
+from vime.rollout.threads import Overdue, call_within
 
 
 async def call(function: Callable[..., Any], flag: str, seconds: float, *args: Any) -> Any:
@@ -18,21 +16,16 @@ async def call(function: Callable[..., Any], flag: str, seconds: float, *args: A
     meanwhile.
 
     Raises:
-        VimeError: it raised (with the place in the user's file), or took longer than ``seconds``.
+        VimeError: it raised (with the place in the user's file), or took longer than ``seconds``, in which the time
+            that it waits for others to end is not counted.
     """
     name = f"{flag} {getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
     try:
-        async with asyncio.timeout(seconds) as deadline:
-            if inspect.iscoroutinefunction(function):
-                return await in_own_loop(function(*args))
-            result = await in_thread(function, *args)
-            return await in_own_loop(result) if inspect.isawaitable(result) else result
+        return await call_within(seconds, function, *args)
+    except Overdue as error:
+        raise VimeError(f"{name} {error}") from error
     except VimeError:
         raise
-    except TimeoutError as error:
-        if deadline.expired():
-            raise VimeError(f"{name} took longer than {seconds:g} s") from error
-        raise VimeError(f"{name} raised {_described(error)}") from error
     except Exception as error:  # the user's code may raise anything
         raise VimeError(f"{name} raised {_described(error)}") from error
 

@@ -10,6 +10,7 @@ import aiohttp
 from vime.errors import VimeError
 from vime.types import Sample
 
+_AT_ONCE = 64  # answers
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0  # seconds between attempts, doubled each time
 
 
@@ -17,7 +18,8 @@ class RemoteReward:
     """Posts ``{"prompt", "response", "label", "metadata"}`` to ``--rm-url`` and takes the JSON reply as the reward.
 
     Busy or failing servers (connection errors, 408, 429, 5xx, no JSON) are asked again until the deadline; any other
-    4xx is final. Belongs to one event loop; use as an async context manager.
+    4xx is final. The deadline begins when the answer is first sent, of which 64 are under way at most. Belongs to one
+    event loop; use as an async context manager.
     """
 
     def __init__(self, url: str, seconds: float) -> None:
@@ -25,7 +27,12 @@ class RemoteReward:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> RemoteReward:
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=64))
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+        # No limits of aiohttp's own: its total of 300 s would end a call before --rm-timeout does, and a queue for
+        # connections would count as time that the reward took.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -48,7 +55,7 @@ class RemoteReward:
         }
         cause, pause, attempts = "no reply", _FIRST_PAUSE, 0
         try:
-            async with asyncio.timeout(self._seconds):
+            async with self._slots, asyncio.timeout(self._seconds):
                 while True:
                     attempts += 1
                     try:
