@@ -6,6 +6,7 @@ import dataclasses
 import time
 
 from vime.config import Config
+from vime.config.check_meaning import missing_package
 from vime.errors import DataError
 
 SECONDS = 4.0  # for all files together; of a very large file only the beginning is read
@@ -17,6 +18,7 @@ class Rows:
 
     count: int = 0
     all: bool = True  # the whole file was read
+    rewards: set[str] = dataclasses.field(default_factory=set)  # that rows ask for themselves
 
 
 def check_data(config: Config) -> tuple[list[str], dict[str, Rows]]:
@@ -32,6 +34,10 @@ def check_data(config: Config) -> tuple[list[str], dict[str, Rows]]:
             seen[path] = _read(config, path, deadline)
         except DataError as error:
             problems.append(f"{flag} {error}" if str(error).startswith(path) else f"{flag} {path}: {error}")
+    if config.train.loss_type != "sft_loss" and config.reward.custom_rm_path is None:
+        for path, rows in seen.items():
+            for reward in sorted(filter(None, rows.rewards)):
+                problems += missing_package(f"{path} asks for rm_type {reward}", reward)
     problems += _epochs(config, seen)
     return problems, seen
 
@@ -40,8 +46,10 @@ def _read(config: Config, path: str, deadline: float) -> Rows:
     from vime.rollout.prompt_file import read_prompts
 
     rows = Rows()
-    for _ in read_prompts(path, config.data, sft=config.train.loss_type == "sft_loss"):
+    for row in read_prompts(path, config.data, sft=config.train.loss_type == "sft_loss"):
         rows.count += 1
+        if "rm_type" in row.metadata:
+            rows.rewards.add(row.metadata["rm_type"])
         if rows.count % 256 == 0 and time.monotonic() > deadline:
             rows.all = False
             break

@@ -53,7 +53,8 @@ _SFT_IGNORES = (
     *("dynamic_sampling_filter_path", "over_sampling_batch_size", "rollout_num_gpus", "rollout_num_gpus_per_engine"),
     *("colocate", "offload", "offload_train", "offload_rollout", "log_probs_max_tokens_per_gpu", "ref_load"),
 )
-_LABELLED = ("deepscaler", "math", "dapo", "f1")
+_MATHEMATICAL = ("deepscaler", "math", "dapo")
+_LABELLED = (*_MATHEMATICAL, "f1")
 
 
 def check_meaning(config: Config) -> list[str]:
@@ -164,6 +165,16 @@ def _reward(config: Config) -> Iterator[str]:
         yield f"--rm-url {reward.rm_url}: must start with http:// or https://"
     if reward.rm_type in _LABELLED and config.data.label_key is None:
         yield f"--label-key is missing: --rm-type {reward.rm_type} compares with the right answer in that column"
+    yield from missing_package(f"--rm-type {reward.rm_type}", reward.rm_type)
+
+
+def missing_package(where: str, reward: str | None) -> Iterator[str]:
+    """What a built-in reward needs and this environment lacks; ``where`` says who asks for the reward."""
+    if reward in _MATHEMATICAL and importlib.util.find_spec("math_verify") is None:
+        yield (
+            f"{where}: the package math-verify, which compares mathematical answers, is not installed here "
+            "(pip install 'math-verify[antlr4_13_2]')"
+        )
 
 
 def _batches(config: Config) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.unit.config.conftest import Problems
 from vime.config.check_meaning import NEEDS
 from vime.config.flags import flags
+from vime.rollout.rewards import MATHEMATICAL
 
 VALUES = {
     "kl_loss_coef": "0.1",
@@ -114,6 +116,26 @@ def test_packages_that_are_not_there(problems: Problems, package: str) -> None:
         pytest.skip(f"{package} is installed")
     change = {"wandb": "--use-wandb", "deep_ep": "--moe-token-dispatcher-type flex --moe-enable-deepep"}[package]
     assert any(f"the package {package} is not installed here" in one for one in problems(change))
+
+
+@pytest.mark.parametrize("kind", ["deepscaler", "math", "dapo", "f1", "random"])
+@pytest.mark.parametrize("asked_by", ["flag", "row", "row, of nobody"])
+def test_rewards_that_need_a_package(
+    problems: Problems, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, asked_by: str
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: find(name) if name != "math_verify" else None)
+    row = {"prompt": [{"role": "user", "content": "?"}], "label": "4", "metadata": {"rm_type": kind}}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
+    if asked_by == "flag":
+        said, where = problems(f"--rm-type {kind}"), f"--rm-type {kind}"
+    elif asked_by == "row":
+        said, where = problems("--prompt-data p.jsonl --rm-type f1"), f"p.jsonl asks for rm_type {kind}"
+    else:
+        assert problems("--prompt-data p.jsonl --custom-rm-path json.loads", without=["--rm-type"]) == []
+        return
+    missing = f"{where}: the package math-verify, which compares mathematical answers, is not installed here"
+    assert [one.startswith(missing) for one in said] == ([True] if kind in MATHEMATICAL else [])
 
 
 def test_reference_without_use(problems: Problems, dense: str) -> None:

@@ -18,7 +18,7 @@ from aiohttp import web
 from vime.config import CheckpointOptions, Config, DataOptions, RewardOptions, RolloutOptions
 from vime.errors import ConfigError, DataError, VimeError
 from vime.rollout import threads
-from vime.rollout.rewards import Rewarder, remote
+from vime.rollout.rewards import Rewarder, mathematics, remote
 from vime.rollout.rewards.extract import answer_line, boxed
 from vime.rollout.rewards.f1 import f1
 from vime.rollout.rewards.mathematics import MathGrader, plain, quick_equal
@@ -192,6 +192,39 @@ def test_an_answer_that_computes_for_ever_is_wrong_in_time(bomb, caplog):
         assert asyncio.run(grader.equal("0.5", r"\frac{2}{4}"))
     finally:
         grader.close()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("raise ModuleNotFoundError('no math here')", "(exit code 1): ModuleNotFoundError: no math here; '"),
+        (
+            "def parse(*a, **k): raise ImportError('no antlr')\nverify = parse",
+            "(exit code 1): ImportError: no antlr; '",
+        ),
+        ("import os\nos._exit(7)", "(exit code 7); '"),
+    ],
+)
+def test_a_worker_that_cannot_start_says_why_at_once(tmp_path, monkeypatch, content, said):
+    (tmp_path / "math_verify.py").write_text(content)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    grader = MathGrader(workers=1)
+    with pytest.raises(VimeError) as caught:
+        asyncio.run(grader.equal("0.5", r"\frac{1}{2}"))
+    grader.close()
+    assert "mathematical answers ended when it started " + said in str(caught.value)
+
+
+def test_a_worker_that_is_not_ready_in_time(tmp_path, monkeypatch):
+    (tmp_path / "math_verify.py").write_text("import time\ntime.sleep(600)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(mathematics, "_START_SECONDS", 0.1)
+    monkeypatch.setattr(mathematics, "_GRACE_SECONDS", 0.1)
+    grader = MathGrader(workers=1)
+    with pytest.raises(VimeError, match=r"was not ready within 0.1 s; '"):
+        asyncio.run(grader.equal("0.5", r"\frac{1}{2}"))
+    assert all(worker._process.poll() is not None for worker in grader._workers)
+    grader.close()
 
 
 def test_closing_leaves_no_process():

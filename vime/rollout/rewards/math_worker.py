@@ -30,6 +30,10 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     nowhere = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
     os.dup2(nowhere.fileno(), 1)
+    # Of its own errors only those count that keep it from starting, such as a missing part of math-verify.
+    if not verify(expression("0.5"), expression(r"\frac{1}{2}"), timeout_seconds=None):
+        raise RuntimeError("math-verify does not find 0.5 equal to 1/2")
+    os.dup2(nowhere.fileno(), 2)
     print("ready", file=out, flush=True)
     for line in sys.stdin:
         gold, answer, seconds = json.loads(line)

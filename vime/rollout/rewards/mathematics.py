@@ -11,6 +11,7 @@ import re
 import select
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
@@ -125,12 +126,13 @@ class MathGrader:
 
 class _Worker:
     def __init__(self) -> None:
-        # -P: the script's own directory must not be searched for modules. stderr is read only if it does not start.
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - until it has started
+        # -P: the script's own directory must not be searched for modules.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(_WORKER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             bufsize=0,
             start_new_session=True,  # Ctrl-C is for us; it ends when its stdin does
         )
@@ -139,14 +141,7 @@ class _Worker:
     def compare(self, gold: str, answer: str, seconds: float) -> bool | None:
         """None: it did not answer in time, or died."""
         if not self._started:
-            if self._line(_START_SECONDS) != b"ready":
-                code = self._process.poll()
-                self.stop()
-                raise VimeError(
-                    f"the process that compares mathematical answers did not start within {_START_SECONDS:g} s (exit "
-                    f"code {code}); '{sys.executable} -c \"import math_verify\"' shows why"
-                )
-            self._started = True
+            self._start()
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps([gold, answer, seconds]).encode() + b"\n")
@@ -154,6 +149,27 @@ class _Worker:
             return None
         line = self._line(seconds + _GRACE_SECONDS)
         return None if line is None else json.loads(line)
+
+    def _start(self) -> None:
+        """Raises VimeError: it ended instead, with its last words; or is not ready in time."""
+        ready = self._line(_START_SECONDS) == b"ready"
+        if not ready:
+            try:  # its pipe is closed before it has ended
+                code = self._process.wait(_GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                how = f"was not ready within {_START_SECONDS:g} s"
+            else:
+                how = f"ended when it started (exit code {code})"
+            self.stop()
+            self._errors.seek(0)
+            words = self._errors.read().decode(errors="replace").strip().splitlines()
+            said = f": {words[-1]}" if words else ""
+            raise VimeError(
+                f"the process that compares mathematical answers {how}{said}; "
+                f"'{sys.executable} -c \"import math_verify\"' should work (package math-verify)"
+            )
+        self._errors.close()
+        self._started = True
 
     def _line(self, seconds: float) -> bytes | None:
         assert self._process.stdout is not None
