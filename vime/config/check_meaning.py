@@ -138,6 +138,8 @@ def _reinforced(config: Config) -> Iterator[str]:
             "--use-tis corrects between the engine's and the trainer's log-probs, but --use-rollout-logprobs takes the "
             "engine's for both; keep one"
         )
+    if algorithm.use_rollout_logprobs:
+        yield from _cut_distribution(config)
     if algorithm.tis_clip_low > algorithm.tis_clip:
         yield f"--tis-clip-low {algorithm.tis_clip_low} is above --tis-clip {algorithm.tis_clip}"
     if rollout.over_sampling_batch_size is not None and rollout.over_sampling_batch_size < rollout.rollout_batch_size:
@@ -147,6 +149,23 @@ def _reinforced(config: Config) -> Iterator[str]:
         )
     if reward.group_rm and rollout.n_samples_per_prompt < 2:
         yield "--group-rm rewards all answers to a prompt at once, but --n-samples-per-prompt is 1"
+
+
+def _cut_distribution(config: Config) -> Iterator[str]:
+    """The engine's log-probs are those of the tokens that top-p and top-k leave, which add up to 1; the trainer's are
+    those of the whole vocabulary. The ratio of the two would be the kept part of the probability, not 1, before
+    anything is learned. (As a weight, which --use-tis makes of it, that is right: it is how the answers were drawn.)
+    """
+    for name, value, off in (
+        ("rollout_top_p", config.rollout.rollout_top_p < 1, "1.0"),
+        ("rollout_top_k", config.rollout.rollout_top_k > 0, "-1"),
+    ):
+        if value:
+            yield (
+                f"{_written(config, name)} with --use-rollout-logprobs: the engine's log-probs are those of the tokens "
+                "that are left, the trainer's those of all, so their ratio would not be that of new to old policy; say "
+                f"{flags()[name].text} {off}, or leave --use-rollout-logprobs out (--use-tis may correct instead)"
+            )
 
 
 def _reward(config: Config) -> Iterator[str]:

@@ -75,6 +75,8 @@ def test_an_option_without_what_it_depends_on(problems: Problems, name: str, pro
             "means nothing with --advantage-estimator rloo",
         ),
         ("--use-tis --use-rollout-logprobs", "takes the engine's for both; keep one"),
+        ("--use-rollout-logprobs --rollout-top-p 0.9", "--rollout-top-p 0.9 with --use-rollout-logprobs: the engine's"),
+        ("--use-rollout-logprobs --rollout-top-k 20", "say --rollout-top-k -1, or leave --use-rollout-logprobs out"),
         ("--use-tis --tis-clip 2 --tis-clip-low 3", "--tis-clip-low 3.0 is above --tis-clip 2.0"),
         ("--micro-batch-size 1", "--micro-batch-size 1 means nothing with --use-dynamic-batch-size"),
         (
@@ -136,6 +138,20 @@ def test_rewards_that_need_a_package(
         return
     missing = f"{where}: the package math-verify, which compares mathematical answers, is not installed here"
     assert [one.startswith(missing) for one in said] == ([True] if kind in MATHEMATICAL else [])
+
+
+@pytest.mark.parametrize("change", ["", "--use-tis"])
+@pytest.mark.parametrize("cut", ["--rollout-top-p 0.9", "--rollout-top-k 20"])
+def test_a_cut_distribution_whose_log_probs_are_not_taken_as_old(problems: Problems, change: str, cut: str) -> None:
+    assert problems(f"{change} {cut}") == []
+
+
+@pytest.mark.parametrize(
+    "whole", ["--rollout-top-p 1.0", "--rollout-top-k 0", "--rollout-top-k -1", "--eval-top-p 0.5"]
+)
+def test_the_engines_log_probs_of_the_whole_distribution(problems: Problems, prompts: str, whole: str) -> None:
+    evaluation = f"--eval-interval 1 --eval-prompt-data test {prompts}"
+    assert problems(f"--use-rollout-logprobs {whole} {evaluation}") == []
 
 
 def test_reference_without_use(problems: Problems, dense: str) -> None:
