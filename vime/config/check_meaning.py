@@ -52,6 +52,7 @@ _SFT_IGNORES = (
     *("server_concurrency", "engine_start_timeout", "engine_restarts", "custom_generate_function_path"),
     *("dynamic_sampling_filter_path", "over_sampling_batch_size", "rollout_num_gpus", "rollout_num_gpus_per_engine"),
     *("colocate", "offload", "offload_train", "offload_rollout", "log_probs_max_tokens_per_gpu", "ref_load"),
+    *("rollout_max_prompt_len", "metadata_key", "save_samples"),
 )
 _MATHEMATICAL = ("deepscaler", "math", "dapo")
 _LABELLED = (*_MATHEMATICAL, "f1")
@@ -105,6 +106,11 @@ def _supervised(config: Config) -> Iterator[str]:
     ignored += [f"--vllm-{name}" for name in config.rollout.vllm]
     if ignored:
         yield f"--loss-type sft_loss uses no engines, rewards or policy loss; leave out {', '.join(ignored)}"
+    if is_given(config, "rollout_seed") and not config.data.rollout_shuffle:
+        yield (
+            f"{_written(config, 'rollout_seed')} means nothing with --loss-type sft_loss, which samples nothing, "
+            "unless --rollout-shuffle is there to use it; add that or leave this out"
+        )
 
 
 def _reinforced(config: Config) -> Iterator[str]:
@@ -127,7 +133,21 @@ def _reinforced(config: Config) -> Iterator[str]:
             f"--kl-loss-coef {algorithm.kl_loss_coef} with --kl-loss-type k1 adds only noise: as a loss, k1 has "
             "an expected gradient of zero; use low_var_kl, k3 or k2"
         )
+    if algorithm.normalize_advantages and algorithm.advantage_estimator == "reinforce_plus_plus":
+        yield (
+            "--normalize-advantages means nothing with --advantage-estimator reinforce_plus_plus, whose definition "
+            "includes it; leave it out"
+        )
     reference = algorithm.use_kl_loss or algorithm.kl_coef > 0
+    if is_given(config, "log_probs_max_tokens_per_gpu") and not reference:
+        # The old log-probs of a rollout's only step are those of its own forward pass.
+        given = algorithm.use_rollout_logprobs
+        if given or config.steps_per_rollout <= 1:
+            why = "with --use-rollout-logprobs" if given else "where a rollout is one optimizer step"
+            yield (
+                f"{_written(config, 'log_probs_max_tokens_per_gpu')} means nothing {why} and there is no reference "
+                "(--use-kl-loss or --kl-coef): no pass computes log-probs alone; leave it out"
+            )
     if config.checkpoint.ref_load and not reference:
         yield (
             f"--ref-load {config.checkpoint.ref_load} means nothing without --use-kl-loss or --kl-coef: "

@@ -74,6 +74,10 @@ def test_an_option_without_what_it_depends_on(problems: Problems, name: str, pro
             "--advantage-estimator rloo --disable-grpo-std-normalization",
             "means nothing with --advantage-estimator rloo",
         ),
+        (
+            "--advantage-estimator reinforce_plus_plus --normalize-advantages",
+            "--normalize-advantages means nothing with --advantage-estimator reinforce_plus_plus",
+        ),
         ("--use-tis --use-rollout-logprobs", "takes the engine's for both; keep one"),
         ("--use-rollout-logprobs --rollout-top-p 0.9", "--rollout-top-p 0.9 with --use-rollout-logprobs: the engine's"),
         ("--use-rollout-logprobs --rollout-top-k 20", "say --rollout-top-k -1, or leave --use-rollout-logprobs out"),
@@ -154,6 +158,27 @@ def test_the_engines_log_probs_of_the_whole_distribution(problems: Problems, pro
     assert problems(f"--use-rollout-logprobs {whole} {evaluation}") == []
 
 
+REFERENCE = ("--ref-load", "--use-kl-loss", "--kl-loss-coef", "--kl-loss-type")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("--use-rollout-logprobs", "with --use-rollout-logprobs"),
+        ("--use-rollout-logprobs --global-batch-size 16", "with --use-rollout-logprobs"),
+        ("", "where a rollout is one optimizer step"),
+        ("--global-batch-size 16", None),
+        ("--kl-coef 0.1", None),
+        ("--kl-coef 0.1 --use-rollout-logprobs", None),
+        ("--use-kl-loss --use-rollout-logprobs", None),
+    ],
+)
+def test_a_budget_for_passes_that_there_are_not(problems: Problems, change: str, why: str | None) -> None:
+    said = problems(f"--log-probs-max-tokens-per-gpu 512 {change}", without=REFERENCE)
+    start = f"--log-probs-max-tokens-per-gpu 512 means nothing {why} and there is no reference"
+    assert [one.startswith(start) for one in said] == ([True] if why else [])
+
+
 def test_reference_without_use(problems: Problems, dense: str) -> None:
     said = problems(without=["--use-kl-loss", "--kl-loss-coef", "--kl-loss-type"])
     assert said == [
@@ -182,6 +207,18 @@ def test_supervised_training_names_everything_that_it_would_ignore(problems: Pro
     said = problems("--loss-type sft_loss --vllm-enforce-eager")
     (ignored,) = [problem for problem in said if problem.startswith("--loss-type sft_loss uses no engines")]
     assert all(flag in ignored for flag in (*RL_ONLY, "--vllm-enforce-eager"))
+
+
+@pytest.mark.parametrize("change", ["--save-samples 4", "--rollout-max-prompt-len 9", "--metadata-key m"])
+def test_supervised_training_ignores_nothing(problems: Problems, change: str) -> None:
+    said = problems(f"--loss-type sft_loss --global-batch-size 4 {change}", without=RL_ONLY)
+    assert said == [f"--loss-type sft_loss uses no engines, rewards or policy loss; leave out {change}"]
+
+
+def test_the_seed_of_supervised_training(problems: Problems) -> None:
+    assert problems("--loss-type sft_loss --global-batch-size 4 --rollout-seed 3", without=RL_ONLY) == []
+    (said,) = problems(without=["--rollout-shuffle"])
+    assert said.startswith("--rollout-seed 3 means nothing with --loss-type sft_loss, which samples nothing")
 
 
 def test_supervised_training_may_use_dropout(problems: Problems) -> None:
