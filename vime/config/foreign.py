@@ -43,7 +43,7 @@ ADVICE: dict[str, str] = {
     "moe-permute-fusion": _NO_TE,
     "moe-flex-dispatcher-backend": "write --moe-enable-deepep",
     "multi-latent-attention": "this attention is not supported",
-    "optimizer-cpu-offload": "write --offload-train: the optimizer leaves the GPU while engines generate",
+    "optimizer-cpu-offload": "write --colocate: the optimizer leaves the GPU while engines generate (--offload-train)",
     "no-load-rng": "write --no-load-optim to keep only the weights, or start without --load",
     "no-save-rng": "leave it out; random states are small and always saved",
     "log-interval": "leave it out, every step is logged",

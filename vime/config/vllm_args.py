@@ -45,7 +45,7 @@ RESERVED: dict[str, str] = {
     "worker-extension-cls": "vime's weight transfer is a plug-in of vLLM",
     "dtype": "--dtype says in which precision trainer and engines compute",
     "max-model-len": "--rollout-max-context-len",
-    "enable-sleep-mode": "--colocate or --offload-rollout turn it on",
+    "enable-sleep-mode": "--colocate turns it on",
     "weight-transfer-config": "--update-weight-transport",
     "logprobs-mode": "vime needs processed_logprobs, those of the distribution that was sampled from",
     "enable-scale-out": "vime turns on what it needs",

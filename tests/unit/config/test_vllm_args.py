@@ -74,7 +74,7 @@ def test_what_the_engine_command_owns_is_refused_here() -> None:
         ("compilation-config", '{"level": 3', "not valid JSON"),
         ("tensor-parallel-size", "2", "is vime's to set: --rollout-num-gpus-per-engine"),
         ("model", "x", "is vime's to set: --hf-checkpoint"),
-        ("no-enable-sleep-mode", True, "is vime's to set: --colocate or --offload-rollout"),
+        ("no-enable-sleep-mode", True, "is vime's to set: --colocate turns it on"),
         ("data-parallel-rank", "1", "is vime's to set: --rollout-num-gpus"),
     ],
 )
