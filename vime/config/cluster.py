@@ -25,8 +25,12 @@ class ClusterOptions:
     rollout_num_gpus_per_engine: int = option(1, "GPUs of one engine", minimum=1)
     colocate: bool = option(False, "trainer and engines share the same GPUs")
     offload: bool = option(False, "--offload-train and --offload-rollout")
-    offload_train: bool | None = option(None, "move optimizer and gradients to host memory while engines generate")
-    offload_rollout: bool | None = option(None, "put the engines to sleep while the trainer works")
+    offload_train: bool | None = option(
+        None, "move optimizer and gradients to host memory while engines generate (default: with --colocate, on GPUs)"
+    )
+    offload_rollout: bool | None = option(
+        None, "put the engines to sleep while the trainer works (default: with --colocate)"
+    )
     device: str = option("auto", "where it runs; auto: cuda if there is a GPU", choices=("auto", "cuda", "cpu"))
     ray_address: str | None = option(
         None, "an existing Ray cluster (default: RAY_ADDRESS, else a local one started and stopped by the run)"
