@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from vime.config import Config
 from vime.config.flags import flags, is_given, value_of
+from vime.config.rollout import LABELLED, MATHEMATICAL
 
 # option -> the switch or option without which it means nothing
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -54,8 +55,6 @@ _SFT_IGNORES = (
     *("colocate", "offload", "offload_train", "offload_rollout", "log_probs_max_tokens_per_gpu", "ref_load"),
     *("rollout_max_prompt_len", "metadata_key", "save_samples"),
 )
-_MATHEMATICAL = ("deepscaler", "math", "dapo")
-_LABELLED = (*_MATHEMATICAL, "f1")
 
 
 def check_meaning(config: Config) -> list[str]:
@@ -202,14 +201,14 @@ def _reward(config: Config) -> Iterator[str]:
         yield f"--rm-url {reward.rm_url} means nothing with {said}; it belongs to --rm-type remote_rm"
     if reward.rm_url and not reward.rm_url.startswith(("http://", "https://")):
         yield f"--rm-url {reward.rm_url}: must start with http:// or https://"
-    if reward.rm_type in _LABELLED and config.data.label_key is None:
+    if reward.rm_type in LABELLED and config.data.label_key is None:
         yield f"--label-key is missing: --rm-type {reward.rm_type} compares with the right answer in that column"
     yield from missing_package(f"--rm-type {reward.rm_type}", reward.rm_type)
 
 
 def missing_package(where: str, reward: str | None) -> Iterator[str]:
     """What a built-in reward needs and this environment lacks; ``where`` says who asks for the reward."""
-    if reward in _MATHEMATICAL and importlib.util.find_spec("math_verify") is None:
+    if reward in MATHEMATICAL and importlib.util.find_spec("math_verify") is None:
         yield (
             f"{where}: the package math-verify, which compares mathematical answers, is not installed here "
             "(pip install 'math-verify[antlr4_13_2]')"

@@ -6,7 +6,11 @@ from dataclasses import dataclass, field
 
 from vime.config.option import LONGEST, option
 
-RM_TYPES = ("deepscaler", "math", "dapo", "f1", "random", "remote_rm")
+# Built-in rewards by what they need: math-verify and a label, a label, nothing. Each has its entry in
+# vime/rollout/rewards/rewarder.py.
+MATHEMATICAL = ("deepscaler", "math", "dapo")
+LABELLED = (*MATHEMATICAL, "f1")
+RM_TYPES = (*LABELLED, "random", "remote_rm")
 
 
 @dataclass(kw_only=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from vime.config import Config
-from vime.config.rollout import RM_TYPES
+from vime.config.rollout import LABELLED, RM_TYPES
 from vime.errors import ConfigError, DataError, VimeError
 from vime.rollout.functions import load_function
 from vime.rollout.rewards import boxed_math, custom, dapo, deepscaler
@@ -18,7 +19,7 @@ from vime.rollout.rewards.remote import RemoteReward
 from vime.types import Sample
 
 MATHEMATICAL: dict[str, ModuleType] = {"deepscaler": deepscaler, "math": boxed_math, "dapo": dapo}
-_NEEDS_LABEL = {*MATHEMATICAL, "f1"}
+COMPARING: dict[str, Callable[[str, Any], Any]] = {"f1": f1}  # of response and label
 _MATH_SECONDS = 10.0  # sympy needs milliseconds; what takes longer is an answer made to take longer
 
 
@@ -40,7 +41,7 @@ class Rewarder:
         problems = []
         if self._function is None and options.group_rm:
             problems.append("--group-rm needs --custom-rm-path")
-        if options.rm_type in _NEEDS_LABEL and self._function is None and config.data.label_key is None:
+        if options.rm_type in LABELLED and self._function is None and config.data.label_key is None:
             problems.append(f"--rm-type {options.rm_type} compares with the right answer: --label-key is missing")
         if options.rm_type == "remote_rm" and not options.rm_url:
             problems.append("--rm-type remote_rm needs --rm-url")
@@ -99,7 +100,7 @@ class Rewarder:
 
     async def _built_in(self, sample: Sample) -> Any:
         kind = self.kind(sample)
-        if kind in _NEEDS_LABEL and sample.label is None:
+        if kind in LABELLED and sample.label is None:
             raise DataError(f"the prompt of answer {sample.index} has no label, which reward '{kind}' compares with")
         if kind in MATHEMATICAL:
             module = MATHEMATICAL[kind]
@@ -107,8 +108,8 @@ class Rewarder:
             right = answer is not None and await self._grader.equal(sample.label, answer)
             sample.reward_info = {"answer": answer, "correct": right}
             return module.RIGHT if right else module.WRONG
-        if kind == "f1":
-            return f1(sample.response, sample.label)
+        if kind in COMPARING:
+            return COMPARING[kind](sample.response, sample.label)
         if kind == "random":
             return random.Random(f"{self._config.data.rollout_seed}/random/{sample.index}").randint(0, 1)
         if kind == "remote_rm":
