@@ -138,15 +138,11 @@ def _reinforced(config: Config) -> Iterator[str]:
             "includes it; leave it out"
         )
     reference = algorithm.use_kl_loss or algorithm.kl_coef > 0
-    if is_given(config, "log_probs_max_tokens_per_gpu") and not reference:
-        # The old log-probs of a rollout's only step are those of its own forward pass.
-        given = algorithm.use_rollout_logprobs
-        if given or config.steps_per_rollout <= 1:
-            why = "with --use-rollout-logprobs" if given else "where a rollout is one optimizer step"
-            yield (
-                f"{_written(config, 'log_probs_max_tokens_per_gpu')} means nothing {why} and there is no reference "
-                "(--use-kl-loss or --kl-coef): no pass computes log-probs alone; leave it out"
-            )
+    if is_given(config, "log_probs_max_tokens_per_gpu") and algorithm.use_rollout_logprobs and not reference:
+        yield (
+            f"{_written(config, 'log_probs_max_tokens_per_gpu')} means nothing with --use-rollout-logprobs and without "
+            "a reference (--use-kl-loss or --kl-coef): no pass computes log-probs alone; leave it out"
+        )
     if config.checkpoint.ref_load and not reference:
         yield (
             f"--ref-load {config.checkpoint.ref_load} means nothing without --use-kl-loss or --kl-coef: "
