@@ -128,7 +128,7 @@ def _train(words: list[str]) -> int:
     print(summary(config, found), flush=True)
     from vime.cluster.process import start_of_process
 
-    start_of_process()
+    start_of_process(config.cluster.existing_ray)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[LogHandler()])
     from vime.controller import train  # imports Ray, which reads the environment that was set just now
 

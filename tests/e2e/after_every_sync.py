@@ -46,10 +46,10 @@ def transformers_answers(directory: Path) -> list[list[int]]:
 
 
 def main() -> None:
-    start_of_process()
+    folder, config = Path(sys.argv[1]), parse(sys.argv[2:])
+    start_of_process(config.cluster.existing_ray)
     from vime.run import open_run
 
-    folder, config = Path(sys.argv[1]), parse(sys.argv[2:])
     seen: list[list[list[int]]] = []
     with open_run(config) as run:
         assert run.serving is not None

@@ -36,7 +36,7 @@ def start_training(monkeypatch: pytest.MonkeyPatch, error: BaseException | None 
     module = types.ModuleType("vime.controller")
     module.train = train  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vime.controller", module)
-    monkeypatch.setattr("vime.cluster.process.start_of_process", lambda: None)
+    monkeypatch.setattr("vime.cluster.process.start_of_process", lambda existing_ray: None)
     return called
 
 

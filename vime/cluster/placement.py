@@ -15,7 +15,6 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from vime.cluster.device import Device
-from vime.cluster.ray_runtime import ray_address
 from vime.config import Config
 from vime.errors import VimeError
 from vime.types import Slot
@@ -37,7 +36,8 @@ class Placement:
 
     def __init__(self, config: Config, device: Device) -> None:
         self._cluster, self._device = config.cluster, device
-        self._local = ray_address(config) is None
+        # The driver of a ray:// address takes no part in the cluster, and has no address there.
+        self._driver_node = None if (self._cluster.existing_ray or "").startswith("ray://") else _node_address()[0]
         with_engines = config.train.loss_type != "sft_loss"
         engine_gpus = self._cluster.num_rollout_gpus if with_engines else 0
         ranks = self._cluster.world_size
@@ -63,9 +63,10 @@ class Placement:
         else:
             locate = ray.remote(num_cpus=0.01, num_gpus=0.01)(_node_address)
         places = ray.get([locate.options(**self._where(bundle)).remote() for bundle in range(bundles)])
+        # Servers listen on these addresses; on one node, that of the driver, on the loopback interface alone.
+        local = {node for node, _ in places} == {self._driver_node}
         seats = [
-            # On a cluster of our own everything stays on the loopback interface.
-            Seat(bundle, "127.0.0.1" if self._local else node, gpu if gpu is not None else bundle)
+            Seat(bundle, "127.0.0.1" if local else node, gpu if gpu is not None else bundle)
             for bundle, (node, gpu) in enumerate(places)
         ]
         return sorted(seats, key=lambda seat: (tuple(int(part) for part in seat.node.split(".")), seat.gpu))

@@ -24,11 +24,15 @@ class Terminated(KeyboardInterrupt):
         super().__init__(f"stopped by {signal.Signals(signum).name}")
 
 
-def start_of_process() -> str:
+def start_of_process(existing_ray: str | None = None) -> str:
     """Mark this process and all that it will start as one run; return the run's id.
 
     Called once, before Ray or torch is imported: this is the only place where vime writes its own environment. Ray
-    reads these variables when its first process starts and offers no argument for them.
+    reads these variables when it is imported or its first process starts, and offers no argument for them.
+
+    Args:
+        existing_ray: address of the cluster to join, whose variables are the business of whoever started it. Without
+            one, the run starts a cluster of its own, which nobody else is to reach.
     """
     run_id = f"{os.getpid()}-{secrets.token_hex(4)}"
     os.environ[RUN_VARIABLE] = run_id
@@ -37,6 +41,14 @@ def start_of_process() -> str:
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     # Ray would otherwise warn, at every start, that it is about to change how it treats processes without a GPU.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if existing_ray is None:
+        # Ray knows the loopback interface as a node's address only where it knows no clusters of several nodes;
+        # elsewhere it replaces 127.0.0.1 by an address that other machines reach, and listens on all interfaces.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        # Whoever can call a Ray process can make it run anything, and loopback is open to all users of this machine.
+        # Ray's own token stands in ~/.ray, is that of all clusters, and may be read by all; this one is nowhere else.
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     return run_id
 
 

@@ -19,12 +19,8 @@ from vime.errors import VimeError
 
 _OBJECT_STORE_BYTES = 256 << 20  # a rollout is tokens and log-probs: tens of megabytes at most for a local run
 _CONNECT_SECONDS = 5.0
+_LOOPBACK = "127.0.0.1"
 _JOIN = "--ray-address (or RAY_ADDRESS)"
-
-
-def ray_address(config: Config) -> str | None:
-    """Address of the cluster to join, or None for a local one. ``--ray-address`` wins over RAY_ADDRESS."""
-    return config.cluster.ray_address or os.environ.get("RAY_ADDRESS") or None
 
 
 def expect_listener(address: str) -> None:
@@ -47,9 +43,13 @@ def expect_listener(address: str) -> None:
 
 @contextmanager
 def ray_runtime(config: Config, device: Device) -> Iterator[None]:
-    """Within: Ray is connected. Afterwards nothing that the run started is left, also when the driver is killed."""
+    """Within: Ray is connected. Afterwards nothing that the run started is left, also when the driver is killed.
+
+    A cluster of the run's own listens on the loopback interface alone, and answers those who have the run's token
+    (:func:`vime.cluster.process.start_of_process`).
+    """
     mark = {RUN_VARIABLE: run_id()}
-    address = ray_address(config)
+    address = config.cluster.existing_ray
     if address:
         expect_listener(address)
     # Short, because Ray puts unix sockets (107 characters at most) below it.
@@ -65,6 +65,7 @@ def ray_runtime(config: Config, device: Device) -> Iterator[None]:
         else:
             processes = config.cluster.world_size + config.cluster.num_rollout_gpus
             ray.init(
+                address="local",  # a new one, also where another is found
                 # Each rank and each engine worker asks for one CPU; on a small machine they share the cores.
                 num_cpus=max(os.cpu_count() or 1, processes),
                 num_gpus=gpu_count() if device == "cuda" else 0,
@@ -74,9 +75,14 @@ def ray_runtime(config: Config, device: Device) -> Iterator[None]:
                 log_to_driver=False,  # every process writes its own file in the run's directory
                 namespace=run_id(),
                 _temp_dir=folder,
-                _node_ip_address="127.0.0.1",
+                _node_ip_address=_LOOPBACK,
             )
         try:
+            if not address and ray.util.get_node_ip_address() != _LOOPBACK:
+                raise RuntimeError(
+                    "Ray was imported before vime.cluster.process.start_of_process() or that was told of another "
+                    f"cluster: the run's own listens on {ray.util.get_node_ip_address()}, not on {_LOOPBACK} alone"
+                )
             yield
         finally:
             ray.shutdown()

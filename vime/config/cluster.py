@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from vime.config.option import option
@@ -35,6 +36,12 @@ class ClusterOptions:
     ray_address: str | None = option(
         None, "an existing Ray cluster (default: RAY_ADDRESS, else a local one started and stopped by the run)"
     )
+
+    @property
+    def existing_ray(self) -> str | None:
+        """Address of the Ray cluster to join, or None for the run's own. ``--ray-address`` wins over RAY_ADDRESS."""
+        address = self.ray_address or os.environ.get("RAY_ADDRESS") or None
+        return None if address == "local" else address  # Ray's word for a new one
 
     @property
     def world_size(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +44,7 @@ def look(config: Config) -> Machine:
     Raises:
         ConfigError: ``--device cuda`` and no GPU.
     """
-    joined = bool(config.cluster.ray_address or os.environ.get("RAY_ADDRESS"))
+    joined = config.cluster.existing_ray is not None
     device = resolve_device(config.cluster.device)
     size, name = _gpu_memory() if device == "cuda" else (None, "")
     return Machine(device, gpu_count() if device == "cuda" else 0, size, name, host_memory(), joined)

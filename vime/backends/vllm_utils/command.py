@@ -41,11 +41,12 @@ OWNED_FLAGS = {
 SECRET_FLAGS = ("hf-token", "api-key", "ssl-keyfile")
 
 # Variables that would make an engine something else than its command says: those of the trainer's process group, of an
-# earlier vLLM set-up, and the switch that lets pickles in over HTTP.
+# earlier vLLM set-up, and the switch that lets pickles in over HTTP; and a secret that is none of its business.
 _UNSET = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"),
     *("VLLM_CPU_KVCACHE_SPACE", "VLLM_PORT", "VLLM_DIST_IDENT", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_API_KEY"),
     "VLLM_ALLOW_INSECURE_SERIALIZATION",
+    "RAY_AUTH_TOKEN",  # of the run's Ray cluster, in which engines have no part
 )
 
 
