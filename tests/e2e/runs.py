@@ -9,18 +9,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from tests.listening import exposed
 from tests.tiny import make_checkpoint
 from vime.backends.vllm_utils.processes import living
 
 ROOT = Path(__file__).parents[2]
+LOOK_SECONDS = 0.5  # between looks at the sockets of a run
 RUN_SECONDS = 400.0  # a run of three steps takes 40 s when nothing else runs
 
 
@@ -82,6 +84,7 @@ class Finished:
     code: int
     output: str
     run_dir: Path
+    exposed: list[str]  # what listened where another machine could have reached it, in words
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -103,12 +106,15 @@ def read_rows(run_dir: Path) -> list[dict[str, Any]]:
 class Running:
     """A run in progress, for tests that do something to it."""
 
-    def __init__(self, flags: list[str], run_dir: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, flags: list[str], run_dir: Path, env: Mapping[str, str] | None = None, before: Sequence[str] = ()
+    ) -> None:
         self.run_dir = run_dir
+        self.exposed: set[str] = set()
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         self._log = open(run_dir.with_suffix(".out"), "w+")  # noqa: SIM115 - closed by finish()
         self.process = subprocess.Popen(
-            [sys.executable, "train.py", *flags, "--run-dir", str(run_dir)],
+            [*before, sys.executable, "train.py", *flags, "--run-dir", str(run_dir)],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=self._log,
@@ -144,17 +150,28 @@ class Running:
         return self.run_dir.with_suffix(".out").read_text()[-6000:]
 
     def finish(self, seconds: float = RUN_SECONDS) -> Finished:
-        try:
-            code = self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"the run did not end within {seconds:.0f} s:\n{self.output()}") from None
+        """Wait for its end, and look meanwhile what it lets others reach."""
+        deadline = time.monotonic() + seconds
+        while (code := self._ended(LOOK_SECONDS)) is None:
+            if time.monotonic() > deadline:
+                raise AssertionError(f"the run did not end within {seconds:.0f} s:\n{self.output()}")
+            with suppress(psutil.NoSuchProcess):
+                self.exposed |= set(exposed(psutil.Process(self.process.pid)))
         self._log.close()
-        return Finished(code, self.run_dir.with_suffix(".out").read_text(), self.run_dir)
+        return Finished(code, self.run_dir.with_suffix(".out").read_text(), self.run_dir, sorted(self.exposed))
+
+    def _ended(self, seconds: float) -> int | None:
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
 
 
 @contextmanager
-def running(options: Mapping[str, Any], run_dir: Path, env: Mapping[str, str] | None = None) -> Iterator[Running]:
-    run = Running(as_flags(options), run_dir, env)
+def running(
+    options: Mapping[str, Any], run_dir: Path, env: Mapping[str, str] | None = None, before: Sequence[str] = ()
+) -> Iterator[Running]:
+    run = Running(as_flags(options), run_dir, env, before)
     try:
         yield run
     finally:
@@ -163,11 +180,14 @@ def running(options: Mapping[str, Any], run_dir: Path, env: Mapping[str, str] | 
             run.process.wait()
 
 
-def complete(options: Mapping[str, Any], run_dir: Path, env: Mapping[str, str] | None = None) -> Finished:
-    """Run to the end; it must succeed."""
-    with running(options, run_dir, env) as run:
+def complete(
+    options: Mapping[str, Any], run_dir: Path, env: Mapping[str, str] | None = None, before: Sequence[str] = ()
+) -> Finished:
+    """Run to the end; it must succeed, and nothing of it may listen where another machine could reach it."""
+    with running(options, run_dir, env, before) as run:
         done = run.finish()
     assert done.code == 0, done.output[-6000:]
+    assert done.exposed == []
     return done
 
 

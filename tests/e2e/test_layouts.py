@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.runs import SMALL, Finished, complete, make_inputs
+from tests.listening import outward_name
 
 pytestmark = pytest.mark.timeout(600)  # whole runs, two of them where a fixture makes the first
 
@@ -48,7 +49,8 @@ DENSE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("layout", DENSE)
 def test_two_ranks(layout: str, dense: tuple[dict[str, str], Finished], tmp_path: Path) -> None:
     inputs, single = dense
-    run = complete({**SMALL, **inputs, "actor-num-gpus-per-node": 2, **DENSE[layout]}, tmp_path / "run")
+    options = {**SMALL, **inputs, "actor-num-gpus-per-node": 2, **DENSE[layout]}
+    run = complete(options, tmp_path / "run", before=outward_name())
     _same_first_step(run, single)
 
 

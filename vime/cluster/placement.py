@@ -15,6 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from vime.cluster.device import Device
+from vime.cluster.process import LOOPBACK, ON_LOOPBACK
 from vime.config import Config
 from vime.errors import VimeError
 from vime.types import Slot
@@ -66,7 +67,7 @@ class Placement:
         # Servers listen on these addresses; on one node, that of the driver, on the loopback interface alone.
         local = {node for node, _ in places} == {self._driver_node}
         seats = [
-            Seat(bundle, "127.0.0.1" if local else node, gpu if gpu is not None else bundle)
+            Seat(bundle, LOOPBACK if local else node, gpu if gpu is not None else bundle)
             for bundle, (node, gpu) in enumerate(places)
         ]
         return sorted(seats, key=lambda seat: (tuple(int(part) for part in seat.node.split(".")), seat.gpu))
@@ -81,7 +82,10 @@ class Placement:
     def actor_options(self, seat: int, share: float) -> dict[str, Any]:
         """Ray options that put an actor on a seat, taking ``share`` of it (in Ray's books only)."""
         resources = {"num_cpus": share, "num_gpus": share if self._device == "cuda" else 0}
-        return {**resources, **self._where(self.seats[seat].bundle)}
+        where = self._where(self.seats[seat].bundle)
+        if self._cluster.existing_ray and self.seats[seat].node == LOOPBACK:  # our own cluster's processes inherit it
+            where["runtime_env"] = {"env_vars": ON_LOOPBACK}
+        return {**resources, **where}
 
     def engine_seats(self, index: int) -> range:
         """Seats of engine ``index``'s workers."""

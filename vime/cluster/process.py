@@ -11,6 +11,11 @@ from types import FrameType
 
 RUN_VARIABLE = "VIME_RUN"  # marks every process of a run; the janitor finds them by it
 
+LOOPBACK = "127.0.0.1"
+# Where Gloo and NCCL listen, of processes that are all on one node: they take the address of the machine's name, or the
+# first interface that leads elsewhere. ("=": this name, not what begins with it.)
+ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM or SIGHUP arrived. Not an ``Exception``: nothing but the clean-up may hold it up.
@@ -49,6 +54,8 @@ def start_of_process(existing_ray: str | None = None) -> str:
         # Ray's own token stands in ~/.ray, is that of all clusters, and may be read by all; this one is nowhere else.
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        for name, value in ON_LOOPBACK.items():
+            os.environ.setdefault(name, value)
     return run_id
 
 

@@ -13,13 +13,12 @@ import ray
 
 from vime.cluster.device import Device, gpu_count
 from vime.cluster.janitor import Janitor
-from vime.cluster.process import RUN_VARIABLE, run_id
+from vime.cluster.process import LOOPBACK, RUN_VARIABLE, run_id
 from vime.config import Config
 from vime.errors import VimeError
 
 _OBJECT_STORE_BYTES = 256 << 20  # a rollout is tokens and log-probs: tens of megabytes at most for a local run
 _CONNECT_SECONDS = 5.0
-_LOOPBACK = "127.0.0.1"
 _JOIN = "--ray-address (or RAY_ADDRESS)"
 
 
@@ -75,13 +74,13 @@ def ray_runtime(config: Config, device: Device) -> Iterator[None]:
                 log_to_driver=False,  # every process writes its own file in the run's directory
                 namespace=run_id(),
                 _temp_dir=folder,
-                _node_ip_address=_LOOPBACK,
+                _node_ip_address=LOOPBACK,
             )
         try:
-            if not address and ray.util.get_node_ip_address() != _LOOPBACK:
+            if not address and ray.util.get_node_ip_address() != LOOPBACK:
                 raise RuntimeError(
                     "Ray was imported before vime.cluster.process.start_of_process() or that was told of another "
-                    f"cluster: the run's own listens on {ray.util.get_node_ip_address()}, not on {_LOOPBACK} alone"
+                    f"cluster: the run's own listens on {ray.util.get_node_ip_address()}, not on {LOOPBACK} alone"
                 )
             yield
         finally:

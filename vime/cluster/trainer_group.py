@@ -6,12 +6,11 @@ import contextvars
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
@@ -23,7 +22,11 @@ from vime.errors import TrainerError, VimeError
 from vime.models.spec import ModelSpec
 from vime.types import EngineAddress, TrainBatch
 
+if TYPE_CHECKING:
+    from vime.weight_sync.channel import Meeting
+
 _START_SECONDS = 600.0
+_REACH_SECONDS = 60.0  # a store that is open
 _RANK_SHARE = 0.5  # of its seat, in Ray's books; the engine's actor has the rest
 _WATCH_SECONDS = 0.5
 _MOST_THREADS = 16  # of one rank on a CPU
@@ -38,21 +41,30 @@ class TrainerRank:
         write_output_to(log)
         self._rank = rank
         self._trainer: Any = None
+        self._meeting: Meeting | None = None
 
-    def process(self, host: str) -> tuple[int, int]:
-        """A free port on this node, and this process's pid."""
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return probe.getsockname()[1], os.getpid()
+    def pid(self) -> int:
+        return os.getpid()
 
-    def start(self, config: Config, spec: ModelSpec, world_size: int, init_method: str, device: Device) -> None:
+    def invite(self, host: str) -> tuple[str, int]:
+        """Open the store where the ranks meet, at ``host`` alone; returns its address. It lives as long as this rank,
+        which asks it itself."""
+        from vime.weight_sync.channel import Meeting
+
+        self._meeting = Meeting(host, _REACH_SECONDS)
+        return self._meeting.address
+
+    def start(self, config: Config, spec: ModelSpec, world_size: int, place: tuple[str, int], device: Device) -> None:
+        """Meet the other ranks at ``place`` and load the model."""
         # Imported here: the driver, which imports this module, has no use for torch and Megatron.
         from vime.backends.megatron_utils.trainer import MegatronTrainer
+        from vime.weight_sync.channel import visit
 
         if device == "cpu":
             use_threads(config.cluster.actor_num_gpus_per_node)
+        store = self._meeting.store if self._meeting else visit(*place, _REACH_SECONDS)
         self._trainer = MegatronTrainer(
-            config, spec, rank=self._rank, world_size=world_size, init_method=init_method, device=device, local_rank=0
+            config, spec, rank=self._rank, world_size=world_size, store=store, device=device, local_rank=0
         )
 
     def call(self, method: str, *args: Any) -> Any:
@@ -85,14 +97,12 @@ class TrainerGroup:
             )
             for rank in range(world_size)
         ]
-        hosts = [placement.seats[rank].node for rank in range(world_size)]
-        asked = [rank.process.remote(host) for rank, host in zip(self._ranks, hosts, strict=True)]
-        answers = self._gather(asked, "starting the trainer", _START_SECONDS)
-        self.pids = [pid for _, pid in answers]
+        self.pids = self._gather([rank.pid.remote() for rank in self._ranks], "starting the trainer", _START_SECONDS)
         self._ends = {rank.until_end.remote(): number for number, rank in enumerate(self._ranks)}
-        init_method = f"tcp://{hosts[0]}:{answers[0][0]}"
+        invited = self._ranks[0].invite.remote(placement.seats[0].node)
+        (place,) = self._gather([invited], "opening the trainer's store", _START_SECONDS)
         self._gather(
-            [rank.start.remote(config, spec, world_size, init_method, device) for rank in self._ranks],
+            [rank.start.remote(config, spec, world_size, place, device) for rank in self._ranks],
             "loading the model into the trainer",
             _START_SECONDS + config.train.train_timeout,
         )

@@ -38,7 +38,7 @@ def address_towards(host: str) -> str:
 
 
 class Meeting:
-    """Where the members of a channel find each other: a store that listens on ``host`` alone, on a free port."""
+    """Where the members of a group find each other: a store that listens on ``host`` alone, on a free port."""
 
     def __init__(self, host: str, timeout: float) -> None:
         family = socket.getaddrinfo(host, 0)[0][0]
@@ -54,6 +54,15 @@ class Meeting:
                 timeout=datetime.timedelta(seconds=timeout),
                 master_listen_fd=listening.detach(),
             )
+
+
+def visit(host: str, port: int, timeout: float) -> dist.TCPStore:
+    """The store of the :class:`Meeting` at this address, for whoever did not open it.
+
+    Raises:
+        RuntimeError: it did not answer within ``timeout`` seconds.
+    """
+    return dist.TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout))
 
 
 class Channel:
@@ -72,7 +81,7 @@ class Channel:
     def __init__(self, host: str, port: int, member: int, members: int, device: torch.device, timeout: float) -> None:
         self.device, self._timeout = device, timeout
         wait = datetime.timedelta(seconds=timeout)
-        self._store = dist.TCPStore(host, port, is_master=False, timeout=wait)
+        self._store = visit(host, port, timeout)
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = 10 * wait  # ours comes first

@@ -17,12 +17,13 @@ import psutil
 import pytest
 
 from tests.listening import exposed
+from vime.cluster.process import ON_LOOPBACK
 
 # Prints what its Ray is, and holds it until stdin ends.
 _RUN = """
     import json, os, sys
     from vime.config import CheckpointOptions, ClusterOptions, Config, RolloutOptions
-    from vime.cluster.process import start_of_process
+    from vime.cluster.process import ON_LOOPBACK, start_of_process
     config = Config(
         checkpoint=CheckpointOptions(hf_checkpoint="unused"),
         rollout=RolloutOptions(rollout_batch_size=1),
@@ -37,8 +38,10 @@ _RUN = """
         gcs = ray.get_runtime_context().gcs_address
         session = ray._private.worker._global_node.get_session_dir_path()
         token = os.environ.get("RAY_AUTH_TOKEN")
+        variables = ray.remote(lambda: {name: os.environ.get(name) for name in ON_LOOPBACK})
+        variables = ray.get(variables.options(**placement.actor_options(0, 0.5)).remote())
         print(json.dumps({"gcs": gcs, "token": token, "session": session,
-                          "seats": [seat.node for seat in placement.seats]}), flush=True)
+                          "interfaces": variables, "seats": [seat.node for seat in placement.seats]}), flush=True)
         sys.stdin.read()
 """
 
@@ -60,7 +63,8 @@ def program(code: str, *words: str, **variables: str) -> Iterator[tuple[psutil.P
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | variables,
+        env={name: value for name, value in os.environ.items() if not name.startswith(("RAY_", *ON_LOOPBACK))}
+        | variables,
     )
     assert program.stdin is not None
     assert program.stdout is not None
@@ -88,6 +92,7 @@ def alive(gcs: str, *metadata: tuple[str, str]) -> grpc.StatusCode:
 def test_a_cluster_of_the_runs_own_answers_the_run_alone() -> None:
     with program(_RUN) as (driver, own):
         assert own["seats"] == ["127.0.0.1"] * 2
+        assert own["interfaces"] == ON_LOOPBACK
         assert exposed(driver) == []
         assert alive(own["gcs"]) == grpc.StatusCode.UNAUTHENTICATED
         assert alive(own["gcs"], ("authorization", "Bearer " + "0" * 64)) == grpc.StatusCode.UNAUTHENTICATED
@@ -111,3 +116,4 @@ def test_a_cluster_that_exists_is_joined_as_it_is(theirs: dict[str, str]) -> Non
         assert joined["token"] == theirs.get("RAY_AUTH_TOKEN")
         # The cluster listens as it was told to; what the run starts on this one node need not be reached from another.
         assert joined["seats"] == ["127.0.0.1"] * 2
+        assert joined["interfaces"] == ON_LOOPBACK

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from vime.backends.megatron_utils import cpu_compat
 
@@ -75,9 +76,8 @@ def _model(hf_checkpoint: str, spec: ModelSpec, dtype: str) -> Iterator[tuple[li
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     with tempfile.TemporaryDirectory(prefix="vime-convert-") as folder, cpu_compat.cpu_for_cuda():
         megatron_fixes.apply()
-        parallel.initialize(
-            config, layout, rank=0, world_size=1, init_method=f"file://{folder}/rendezvous", device=device
-        )
+        store = dist.FileStore(f"{folder}/rendezvous", 1)  # pyright: ignore[reportPrivateImportUsage]
+        parallel.initialize(config, layout, rank=0, world_size=1, store=store, device=device)
         try:
             chunks = build_chunks(config, spec, layout, transformer_config(config, spec, layout, device))
             for chunk in chunks:

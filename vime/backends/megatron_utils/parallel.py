@@ -46,18 +46,23 @@ def initialize(
     *,
     rank: int,
     world_size: int,
-    init_method: str | None,
+    store: Any,
     device: torch.device,
 ) -> Groups:
-    """Form the process group (unless there is one), Megatron's groups in their default order, and seed everything."""
+    """Form the process group (unless there is one), Megatron's groups in their default order, and seed everything.
+
+    Args:
+        store: torch's, where the ranks meet; None where there is a process group.
+    """
     timeout = datetime.timedelta(seconds=config.train.train_timeout)
     on_gpu: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
+        store.set_timeout(timeout)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            init_method=init_method,
+            store=store,
             rank=rank,
             world_size=world_size,
             timeout=timeout,

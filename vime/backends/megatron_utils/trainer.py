@@ -77,11 +77,12 @@ class MegatronTrainer:
         *,
         rank: int,
         world_size: int,
-        init_method: str | None = None,
+        store: Any = None,
         device: str = "cpu",
         local_rank: int = 0,
     ) -> None:
-        """Form the process group, build the model, and load the weights of --hf-checkpoint (and --ref-load)."""
+        """Form the process group at ``store`` (torch's; None where there is one), build the model, and load the weights
+        of --hf-checkpoint (and --ref-load)."""
         self.config, self.spec, self.rank = config, spec, rank
         self.device = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
         self.dtype = compute_dtype(config, self.device)
@@ -89,15 +90,15 @@ class MegatronTrainer:
         self._engines: Any = None
         self._policy: memory.WeightCopy | None = None
         self._told_nothing_to_move = False
-        self._build(world_size, init_method)
+        self._build(world_size, store)
 
     @_on_device
-    def _build(self, world_size: int, init_method: str | None) -> None:
+    def _build(self, world_size: int, store: Any) -> None:
         config, spec = self.config, self.spec
         megatron_fixes.apply()
         self._owns_process_group = not torch.distributed.is_initialized()
         self.groups = parallel.initialize(
-            config, self.layout, rank=self.rank, world_size=world_size, init_method=init_method, device=self.device
+            config, self.layout, rank=self.rank, world_size=world_size, store=store, device=self.device
         )
         self.megatron = transformer_config(config, spec, self.layout, self.device)
         chunks = build_chunks(config, spec, self.layout, self.megatron)

@@ -176,6 +176,7 @@ def engine_environment(device: str, gpu_ids: Sequence[int | str], size: int) -> 
         "VLLM_SERVER_DEV_MODE": "1",  # pause, sleep and weight transfer are routes of vLLM's development mode
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the launcher's parent watch starts in every spawned process
         "VLLM_HOST_IP": "127.0.0.1",  # rendezvous of the workers: all on this machine
+        "GLOO_SOCKET_IFNAME": "lo",  # and what they say to each other; channels to a trainer name their address
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",  # the checkpoint is a directory

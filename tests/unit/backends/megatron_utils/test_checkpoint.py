@@ -60,7 +60,7 @@ class Trained:
             megatron_fixes.apply()
             cpu = torch.device("cpu")
             parallel.initialize(
-                self.config, self.layout, rank=self.rank, world_size=dist.get_world_size(), init_method=None, device=cpu
+                self.config, self.layout, rank=self.rank, world_size=dist.get_world_size(), store=None, device=cpu
             )
             megatron = transformer_config(self.config, self.spec, self.layout, cpu)
             bare = build_chunks(self.config, self.spec, self.layout, megatron)
