@@ -21,6 +21,7 @@ from vime.config.flags import closest, did_you_mean, topics
 from vime.config.parse import parse_all
 from vime.config.summary import summary
 from vime.errors import ConfigError, DataError, VimeError
+from vime.masking import masked
 from vime.observe.progress import LogHandler
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain([str(error)])
         return BAD_INPUT
     except VimeError as error:
-        print(f"vime: {error}", file=sys.stderr)
+        print(f"vime: {masked(str(error))}", file=sys.stderr)
         return FAILED
     except BrokenPipeError:  # `vime train --help | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at its end
@@ -95,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _complain(problems: Sequence[str]) -> None:
     noun = "problem" if len(problems) == 1 else f"{len(problems)} problems"
     print(f"vime: {noun}:", file=sys.stderr)
-    for problem in problems:
+    for problem in map(masked, problems):
         if len(problem) > LONGEST:  # a value of thousands of letters is quoted in it
             problem = f"{problem[: LONGEST - 300]} ... {problem[-300:]}"
         print("  - " + problem.replace("\n", "\n    "), file=sys.stderr)

@@ -79,6 +79,21 @@ def test_no_problem_fills_the_screen(capsys: pytest.CaptureFixture[str]) -> None
     assert len(capsys.readouterr().err) < 5000
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--rm-url", "http://u:hunter2@h/?token=hunter2"],  # means nothing without --rm-type remote_rm
+        ["--lr", "http://u:hunter2@h"],
+        ["--rm-ulr", "http://u:hunter2@h"],
+        ["--rm-type", "https://h/?key=hunter2"],
+    ],
+)
+def test_no_problem_repeats_credentials(wrong: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", *words, *wrong]) == 2
+    shown = capsys.readouterr()
+    assert "hunter2" not in shown.out + shown.err
+
+
 def test_check_says_what_would_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", *words]) == 0
     shown = capsys.readouterr()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from vime.config import Config
 from vime.config.flags import flags, is_given, value_of
 from vime.config.rollout import LABELLED, MATHEMATICAL
+from vime.masking import masked
 
 # option -> the switch or option without which it means nothing
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -194,9 +195,9 @@ def _reward(config: Config) -> Iterator[str]:
         yield "--rm-type remote_rm needs --rm-url, the address that rewards"
     if reward.rm_url and reward.rm_type != "remote_rm":
         said = f"--rm-type {reward.rm_type}" if reward.rm_type else "no --rm-type"
-        yield f"--rm-url {reward.rm_url} means nothing with {said}; it belongs to --rm-type remote_rm"
+        yield f"--rm-url {masked(reward.rm_url)} means nothing with {said}; it belongs to --rm-type remote_rm"
     if reward.rm_url and not reward.rm_url.startswith(("http://", "https://")):
-        yield f"--rm-url {reward.rm_url}: must start with http:// or https://"
+        yield f"--rm-url {masked(reward.rm_url)}: must start with http:// or https://"
     if reward.rm_type in LABELLED and config.data.label_key is None:
         yield f"--label-key is missing: --rm-type {reward.rm_type} compares with the right answer in that column"
     yield from missing_package(f"--rm-type {reward.rm_type}", reward.rm_type)

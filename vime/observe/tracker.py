@@ -18,6 +18,7 @@ import json
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vime.errors import ConfigError
+from vime.masking import masked_options, masked_words
 from vime.observe import progress
 from vime.observe.journal import Journal, read_rows, write_aside
 from vime.observe.progress import Progress
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FILES = ("metrics.jsonl", "samples.jsonl", "trace.json", "config.json", "report.html")
-_SECRETS = ("key", "token", "password", "secret")
 
 # The phases around the current one; per task, so that concurrent asyncio tasks do not see each other's.
 _path: ContextVar[tuple[str, ...]] = ContextVar("vime_phase", default=())
@@ -201,13 +202,14 @@ class Tracker:
 
 
 def describe(config: Any) -> dict[str, Any]:
-    """Options as plain data, without what looks like a secret among those passed on to the engine."""
+    """Options as plain data, without credentials in addresses, and without secrets passed on to the engine (others have
+    names such as ``reward_key`` and hold none)."""
     options = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else dict(config)  # type: ignore[arg-type]
-    engine = options.get("rollout", {}).get("vllm", {})
-    for name in engine:
-        if any(word in name.lower() for word in _SECRETS):
-            engine[name] = "(not written)"
-    return json.loads(json.dumps(options, default=str))
+    options = json.loads(json.dumps(options, default=str))
+    shown = masked_options(options, by_name=False)
+    if "rollout" in options:
+        shown["rollout"]["vllm"] = masked_options(options["rollout"].get("vllm", {}))
+    return shown
 
 
 def _keep_earlier(run_dir: Path) -> None:
@@ -261,6 +263,8 @@ def _open_wandb(config: Config, run_dir: Path) -> Any:
         import wandb  # type: ignore[import-not-found]
     except ImportError as error:
         raise ConfigError(["--use-wandb: package wandb is not installed (pip install wandb)"]) from error
+    words = sys.argv[1:]  # wandb keeps them among what it finds out about the machine
+    secret = masked_words(words, "--vllm-") != words
     return wandb.init(
         project=config.observe.wandb_project,
         name=run_dir.name,
@@ -268,4 +272,5 @@ def _open_wandb(config: Config, run_dir: Path) -> Any:
         resume="allow",
         dir=str(run_dir),
         config=describe(config),
+        settings=wandb.Settings(x_disable_meta=True) if secret else None,
     )

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -209,6 +211,65 @@ def test_wandb_that_is_not_installed_is_said_before_anything_starts(
         Tracker(make_config(tmp_path, use_wandb=True))
 
 
+class FakeWandb(types.ModuleType):
+    """What wandb 0.31 does with what it is given, as far as runs depend on it: no network is there to ask."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.inits: list[dict[str, Any]] = []
+        self.rows: dict[str, list[dict[str, Any]]] = {}  # by run id
+        self.axes: dict[str, str | None] = {}
+        self.last = 0
+
+    def Settings(self, **settings: Any) -> dict[str, Any]:
+        return settings
+
+    def init(self, **options: Any) -> FakeWandb:
+        self.inits.append(options)
+        self.rows.setdefault(options["id"], [])
+        self.last = len(self.rows[options["id"]])
+        return self
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.axes[name] = step_metric
+
+    def log(self, row: dict[str, Any], step: int | None = None) -> None:
+        if step is not None and step < self.last:
+            return  # "Steps must be monotonically increasing, so this data will be ignored"
+        self.last = self.last + 1 if step is None else step
+        self.rows[self.inits[-1]["id"]].append(row)
+
+    def finish(self) -> None:
+        pass
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--rm-url", "http://u:hunter2@host"], {"x_disable_meta": True}),
+        (["--vllm-hf-token", "hunter2"], {"x_disable_meta": True}),
+        (["--rm-url", "http://host", "--reward-key", "score"], None),
+    ],
+)
+def test_wandb_is_not_told_secrets(
+    words: list[str], told: Any, tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sends the command line, among what it knows about the machine."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    config = make_config(tmp_path, use_wandb=True)
+    config.reward.rm_url, config.rollout.vllm = "http://u:hunter2@host", {"hf-token": "hunter2"}
+    Tracker(config).close()
+    assert "hunter2" not in str(wandb.inits)
+    assert wandb.inits[0]["settings"] == told
+
+
 def test_run_dir_by_default_is_new_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     trackers = [Tracker(make_config(None)) for _ in range(3)]
@@ -224,13 +285,18 @@ def test_run_dir_below_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_config_json_has_all_options_but_no_secret(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    config.rollout.vllm = {"api-key": "hunter2", "max-model-len": "512"}
+    config.rollout.vllm = {"hf-token": "hunter2", "max-model-len": "512", "max-num-batched-tokens": "64"}
+    config.reward.rm_url = "http://user:hunter2@host/score?token=hunter2"
+    config.reward.reward_key = "score"
     Tracker(config).close()
     text = (tmp_path / "config.json").read_text()
     assert "hunter2" not in text
-    assert json.loads(text)["rollout"]["vllm"]["max-model-len"] == "512"
+    rollout, reward = json.loads(text)["rollout"], json.loads(text)["reward"]
+    assert rollout["vllm"] == {"hf-token": "***", "max-model-len": "512", "max-num-batched-tokens": "64"}
+    assert reward["rm_url"] == "http://***@host/score?token=***"
+    assert reward["reward_key"] == "score"
     assert json.loads(text)["algorithm"]["eps_clip"] == 0.2
-    assert config.rollout.vllm["api-key"] == "hunter2"  # only the copy is blanked
+    assert config.rollout.vllm["hf-token"] == "hunter2"  # only the copy is blanked
 
 
 def test_table_and_step_line(tmp_path: Path) -> None:

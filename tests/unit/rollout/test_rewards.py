@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import functools
 import os
 import subprocess
@@ -534,6 +535,26 @@ def test_no_limit_of_the_http_librarys_goes_before_the_deadline():
 
     timeout, connections = asyncio.run(limits())
     assert (timeout.total, timeout.sock_read, timeout.connect, connections) == (None, None, None, 0)
+
+
+def test_remote_reward_is_given_its_credentials_and_does_not_repeat_them():
+    seen = []
+
+    async def refuses(request):
+        seen.append((request.headers["Authorization"], request.query["token"]))
+        return web.Response(status=403)
+
+    def url_with_all(url):
+        return f"{url.replace('://', '://user:hunter2@')}?token=hunter2"
+
+    with pytest.raises(VimeError, match=r"--rm-url http://\*\*\*@127\.0\.0\.1:\d+\S*\?token=\*\*\* refuses") as caught:
+        with_server(refuses, lambda url: config(rm_type="remote_rm", rm_url=url_with_all(url)))
+    assert "hunter2" not in str(caught.value)
+    assert seen == [("Basic " + base64.b64encode(b"user:hunter2").decode(), "hunter2")]
+    # What aiohttp cannot read it quotes.
+    with pytest.raises(VimeError, match="last: InvalidUrl") as caught:
+        with_server(refuses, lambda _: config(rm_type="remote_rm", rm_url="http://u:hunter2/x@h", rm_timeout=0.5))
+    assert "hunter2" not in str(caught.value)
 
 
 def test_a_worker_ends_when_its_run_was_killed_in_the_middle():

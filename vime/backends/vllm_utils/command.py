@@ -15,6 +15,7 @@ from vime.backends.vllm_utils.plugin import BACKEND, WORKER_EXTENSION
 from vime.backends.vllm_utils.weight_guard import MIDDLEWARE
 from vime.config import Config
 from vime.errors import ConfigError
+from vime.masking import masked_words
 from vime.models.spec import ModelSpec
 
 MODEL_NAME = "policy"
@@ -38,7 +39,6 @@ OWNED_FLAGS = {
     "worker-extension-cls": "nothing: vime extends the workers itself",
     "tokens-only": "nothing: stop strings need the tokenizer",
 }
-SECRET_FLAGS = ("hf-token", "api-key", "ssl-keyfile")
 
 # Variables that would make an engine something else than its command says: those of the trainer's process group, of an
 # earlier vLLM set-up, and the switch that lets pickles in over HTTP; and a secret that is none of its business.
@@ -90,8 +90,7 @@ class EngineCommand:
 
     def __str__(self) -> str:
         """For logs: as one would type it, without secrets."""
-        hidden = {f"--{flag}" for flag in SECRET_FLAGS}
-        shown = ["***" if before in hidden else word for before, word in zip(("", *self.argv), self.argv, strict=False)]
+        shown = masked_words(self.argv)
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
         return " ".join([*variables, "vllm", shlex.join(shown)])
 

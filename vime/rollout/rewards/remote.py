@@ -8,6 +8,7 @@ from typing import Any
 import aiohttp
 
 from vime.errors import VimeError
+from vime.masking import masked
 from vime.types import Sample
 
 _AT_ONCE = 64  # answers
@@ -24,6 +25,7 @@ class RemoteReward:
 
     def __init__(self, url: str, seconds: float) -> None:
         self._url, self._seconds = url, seconds
+        self._shown = masked(url)
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> RemoteReward:
@@ -44,7 +46,8 @@ class RemoteReward:
         """The reply: a number, or a dictionary for ``--reward-key``.
 
         Raises:
-            VimeError: refused, or no good reply within ``--rm-timeout``; names the URL and the last cause.
+            VimeError: refused, or no good reply within ``--rm-timeout``; names the URL, without credentials, and the
+                last cause.
         """
         assert self._session is not None, "used outside of its context"
         body = {
@@ -64,15 +67,15 @@ class RemoteReward:
                                 return await reply.json(content_type=None)
                             cause = f"status {reply.status}: {(await reply.text())[:200]}"
                             if 400 <= reply.status < 500 and reply.status not in (408, 429):
-                                raise VimeError(f"--rm-url {self._url} refuses answer {sample.index}: {cause}")
+                                raise VimeError(f"--rm-url {self._shown} refuses answer {sample.index}: {cause}")
                     except aiohttp.ClientError as error:
-                        cause = f"{type(error).__name__}: {error}"
+                        cause = masked(f"{type(error).__name__}: {error}")
                     except ValueError as error:
                         cause = f"not JSON: {error}"
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, _LONGEST_PAUSE)
         except TimeoutError as error:
             raise VimeError(
-                f"--rm-url {self._url}: no reward for answer {sample.index} within --rm-timeout {self._seconds:g} s "
+                f"--rm-url {self._shown}: no reward for answer {sample.index} within --rm-timeout {self._seconds:g} s "
                 f"({attempts} attempts; last: {cause})"
             ) from error
