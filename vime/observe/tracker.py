@@ -7,6 +7,7 @@ A run directory holds::
     samples.jsonl    prompts, answers and rewards, one JSON object per answer
     trace.json       timeline of the phases (open in https://ui.perfetto.dev)
     tensorboard/     events, with --use-tensorboard and without TENSORBOARD_DIR
+    wandb-id         the run's id at W&B, with --use-wandb
     report.html      written by ``vime report RUN``
 """
 
@@ -20,6 +21,7 @@ import math
 import os
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_FILES = ("metrics.jsonl", "samples.jsonl", "trace.json", "config.json", "report.html")
+_WANDB_ID = "wandb-id"
+_FILES = ("metrics.jsonl", "samples.jsonl", "trace.json", "config.json", "report.html", _WANDB_ID)
 
 # The phases around the current one; per task, so that concurrent asyncio tasks do not see each other's.
 _path: ContextVar[tuple[str, ...]] = ContextVar("vime_phase", default=())
@@ -121,7 +124,8 @@ class Tracker:
                 self._board.add_scalar(name, value, step)
             self._board.flush()
         if self._wandb is not None:
-            self._wandb.log(numbers, step=step)
+            # Not as wandb's own step: what a continued run says again of a step it has had would be thrown away.
+            self._wandb.log({"step": step, **numbers})
         line = headline(step, self._config.rollout.num_rollout, {**row, **metrics})
         if line and not self._config.observe.no_progress:
             progress.write(line)
@@ -265,12 +269,23 @@ def _open_wandb(config: Config, run_dir: Path) -> Any:
         raise ConfigError(["--use-wandb: package wandb is not installed (pip install wandb)"]) from error
     words = sys.argv[1:]  # wandb keeps them among what it finds out about the machine
     secret = masked_words(words, "--vllm-") != words
-    return wandb.init(
+    run = wandb.init(
         project=config.observe.wandb_project,
         name=run_dir.name,
-        id=run_dir.name,  # a continued run goes on in the same place
+        id=_wandb_id(run_dir),  # a continued run goes on in the same place
         resume="allow",
         dir=str(run_dir),
         config=describe(config),
         settings=wandb.Settings(x_disable_meta=True) if secret else None,
     )
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run
+
+
+def _wandb_id(run_dir: Path) -> str:
+    """The run's name at W&B, kept in its directory: directories of the same name are other runs."""
+    file = run_dir / _WANDB_ID
+    if not file.exists():
+        write_aside(file, uuid.uuid4().hex.encode())
+    return file.read_text().strip()

@@ -250,6 +250,29 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
     return fake
 
 
+def test_wandb_shows_what_a_continued_run_says_again(tmp_path: Path, wandb: FakeWandb) -> None:
+    first = Tracker(make_config(tmp_path / "a" / "run", use_wandb=True))
+    log_steps(first, range(5))
+    first.close()
+    continued = Tracker(make_config(tmp_path / "a" / "run", use_wandb=True), next_step=2)
+    log_steps(continued, range(2, 6))
+    continued.close()
+    assert [options["resume"] for options in wandb.inits] == ["allow"] * 2
+    assert wandb.axes["*"] == "step"
+    (rows,) = wandb.rows.values()  # both went to one run
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 2, 3, 4, 5]
+    assert rows[5]["train/loss"] == -2 / 3
+
+
+def test_wandb_tells_directories_of_one_name_apart(tmp_path: Path, wandb: FakeWandb) -> None:
+    for folder in ("a", "b", "a"):  # the third is a fresh run in the first one's directory
+        tracker = Tracker(make_config(tmp_path / folder / "run", use_wandb=True))
+        log_steps(tracker, range(1))
+        tracker.close()
+    assert len(wandb.rows) == 3
+    assert {options["name"] for options in wandb.inits} == {"run"}
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
