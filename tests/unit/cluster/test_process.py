@@ -13,6 +13,7 @@ import pytest
 
 from vime.cluster.process import Terminated, signals_as_exceptions
 from vime.cluster.ray_runtime import expect_listener
+from vime.config import ClusterOptions
 from vime.errors import VimeError
 
 
@@ -86,3 +87,12 @@ def test_a_ray_cluster_that_is_not_there_is_said_at_once() -> None:
         server.listen()
         expect_listener(f"127.0.0.1:{port}")
     expect_listener("auto")
+
+
+def test_which_cluster_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert ClusterOptions().existing_ray is None
+    assert ClusterOptions(ray_address="local").existing_ray is None  # Ray's word for a new one
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert ClusterOptions().existing_ray == "10.0.0.1:6379"
+    assert ClusterOptions(ray_address="auto").existing_ray == "auto"

@@ -224,6 +224,10 @@ def test_secrets_do_not_reach_logs() -> None:
     assert shlex.split(str(command))[-2:] == ["--hf-token", "***"]
 
 
+def test_engines_do_not_see_the_token_of_the_runs_ray() -> None:
+    assert "RAY_AUTH_TOKEN" not in gpu(config()).environment({"RAY_AUTH_TOKEN": "hunter2"})
+
+
 def test_port_is_added_when_it_is_known() -> None:
     with pytest.raises(ValueError, match="no port"):
         gpu(config()).full_argv()
