@@ -59,11 +59,11 @@ class DecoderModel(GPTModel):
             yield name, parameter
         yield from emptied()
 
-    def output_weight(self) -> torch.Tensor:
+    def output_weight(self) -> torch.nn.Parameter:
         """[local vocabulary, hidden], of the output layer or, where tied, of the embedding."""
         if self.share_embeddings_and_output_weights:
-            return cast(torch.Tensor, self.shared_embedding_or_output_weight())
-        return cast(torch.Tensor, self.output_layer.weight)
+            return cast(torch.nn.Parameter, self.shared_embedding_or_output_weight())
+        return cast(torch.nn.Parameter, self.output_layer.weight)
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:

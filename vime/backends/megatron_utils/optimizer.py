@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,15 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer import TransformerConfig
 
+from vime.backends.megatron_utils.experts import GroupedExperts
 from vime.backends.megatron_utils.megatron_fixes import reduce_expert_gradients
+from vime.backends.megatron_utils.model_provider import DecoderModel
 from vime.config import Config
 from vime.errors import TrainerError
 
 
 def wrap_chunks(
-    config: Config, megatron: TransformerConfig, chunks: Sequence[torch.nn.Module]
+    config: Config, megatron: TransformerConfig, chunks: Sequence[DecoderModel]
 ) -> list[DistributedDataParallel]:
     """Wrap model chunks so that gradients gather in flat buffers and are reduced over data parallel ranks."""
     parallel = config.parallel
@@ -34,11 +36,35 @@ def wrap_chunks(
     for index, chunk in enumerate(chunks):
         reduce_expert_gradients(chunk)
         wrapped.append(DistributedDataParallel(megatron, options, chunk, disable_bucketing=index > 0))
+        if parallel.overlap_param_gather:
+            _wait_where_others_read(wrapped[-1], chunk)
     megatron.finalize_model_grads_func = finalize_model_grads
     if parallel.overlap_grad_reduce:
         no_sync = [ddp.no_sync for ddp in wrapped]
         megatron.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]  # pyright: ignore[reportAttributeAccessIssue]
     return wrapped
+
+
+def _wait_where_others_read(ddp: DistributedDataParallel, chunk: DecoderModel) -> None:
+    """Wait for the gather of parameters that are read outside the forward of the module that owns them.
+
+    Megatron waits in a hook before each module's own forward. Grouped experts read their linear layers' weights, and
+    the loss reads the output layer's, without calling those modules: they would compute with weights from before the
+    optimizer step, and a gather left unfinished would count as the next one.
+    """
+
+    def waits_for(parameters: Sequence[torch.nn.Parameter]) -> Callable[..., None]:
+        def wait(*_: object) -> None:
+            for parameter in parameters:
+                ddp.param_to_bucket_group[parameter].finish_param_sync()
+
+        return wait
+
+    for module in chunk.modules():
+        if isinstance(module, GroupedExperts):
+            module.register_forward_pre_hook(waits_for(list(module.parameters())))
+    if chunk.post_process:  # the loss follows the last stage's forward at once
+        chunk.register_forward_hook(waits_for([chunk.output_weight()]))
 
 
 def build_optimizer(
