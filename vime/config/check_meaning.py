@@ -292,6 +292,18 @@ def _experts(config: Config) -> Iterator[str]:
             f"--moe-router-load-balancing-type {model.moe_router_load_balancing_type} means nothing with "
             "--moe-aux-loss-coeff 0; give it a weight (0.001 is usual) or leave it out"
         )
+    packs = config.train.use_dynamic_batch_size or config.train.micro_batch_size > 1
+    if model.moe_router_load_balancing_type == "seq_aux_loss" and packs:
+        what = (
+            "--use-dynamic-batch-size"
+            if config.train.use_dynamic_batch_size
+            else f"--micro-batch-size {config.train.micro_batch_size}"
+        )
+        yield (
+            f"--moe-router-load-balancing-type seq_aux_loss balances each sequence by itself, but {what} packs several "
+            "into one row and the loss is of rows; use aux_loss, or --micro-batch-size 1 without "
+            "--use-dynamic-batch-size"
+        )
     if model.moe_enable_deepep and model.moe_token_dispatcher_type != "flex":
         yield (f"--moe-enable-deepep needs --moe-token-dispatcher-type flex, not {model.moe_token_dispatcher_type}")
     if model.moe_token_dispatcher_type == "flex":

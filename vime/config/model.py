@@ -42,7 +42,9 @@ class ModelOptions:
     moe_router_score_function: str | None = option(None, "how router logits become weights", choices=("softmax",))
     moe_router_dtype: str | None = option(None, "precision of the routing arithmetic", choices=("fp32", "fp64"))
     moe_router_load_balancing_type: str = option(
-        "none", "auxiliary loss for balanced experts", choices=("none", "aux_loss", "seq_aux_loss")
+        "none",
+        "auxiliary loss for balanced experts, of each packed row (aux_loss) or sequence (seq_aux_loss)",
+        choices=("none", "aux_loss", "seq_aux_loss"),
     )
     moe_aux_loss_coeff: float = option(0.0, "weight of the auxiliary loss", minimum=0)
     moe_router_pre_softmax: bool = option(False, "softmax before the top-k instead of after it")

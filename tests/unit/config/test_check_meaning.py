@@ -99,6 +99,10 @@ def test_an_option_without_what_it_depends_on(problems: Problems, name: str, pro
         ("--save-hf out/{step}", "--save-hf out/{step}: the only placeholder is {rollout_id}"),
         ("--moe-aux-loss-coeff 0.1", "means nothing with --moe-router-load-balancing-type none"),
         ("--moe-router-load-balancing-type aux_loss", "means nothing with --moe-aux-loss-coeff 0"),
+        (
+            "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
+            "seq_aux_loss balances each sequence by itself, but --use-dynamic-batch-size packs several into one row",
+        ),
         ("--moe-enable-deepep", "--moe-enable-deepep needs --moe-token-dispatcher-type flex, not alltoall"),
         ("--moe-token-dispatcher-type flex", "flex needs --moe-enable-deepep"),
         ("--offload --no-offload-train", "--offload turns --offload-train on, but --no-offload-train turns it off"),

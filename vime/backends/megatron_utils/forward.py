@@ -48,6 +48,7 @@ class Forward:
         self._config, self._layout, self._groups, self._megatron = config, layout, groups, megatron
         self._chunks, self._device = list(ddp_chunks), device
         self._one_length = needs_rows_of_one_length(config, spec, layout)
+        self._balances = spec.num_experts is not None and config.model.moe_aux_loss_coeff > 0
         self._rotary = Rotary(spec.kv_channels, spec.rotary_base, device)
         padded = spec.padded_vocab_size(layout.tp, layout.vocab_divisible_by)
         self._vocabulary = Vocabulary.of_rank(spec.vocab_size, padded, groups.tp)
@@ -78,7 +79,7 @@ class Forward:
         if self._one_length:
             most = max(max(rank) for rank in longest)
             longest = [[most] * len(rank) for rank in longest]
-        total = sum(sum(rank) for rank in longest)
+        total = sum(len(batch.tokens[answer]) for answer in answers)
         mine = self._groups.dp_rank
         rows = [[answers[i] for i in row] for row in places[mine]]
         return Rows(batch, rows, longest[mine], total, offsets)
@@ -141,7 +142,8 @@ class Forward:
     def _run(self, rows: Rows, loss: LossOfTokens, forward_only: bool) -> list[dict[str, Tensor]]:
         def step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             micro = next(iterator)
-            hidden = model(micro.tokens, micro.positions, None, packed_seq_params=micro.packing)
+            padding = micro.padding if self._balances else None
+            hidden = model(micro.tokens, micro.positions, None, packed_seq_params=micro.packing, padding_mask=padding)
             return hidden, lambda output: self._loss(model.module, micro, output, loss)
 
         if len(self._chunks) > 1:
@@ -187,4 +189,4 @@ class Rows:
         offsets: Sequence[int],
     ) -> None:
         self.batch, self.answers, self.lengths, self.offsets = batch, answers, lengths, offsets
-        self.total_tokens = total_tokens  # of all ranks' rows, padding included: what Megatron will divide by
+        self.total_tokens = total_tokens  # of all ranks' rows, without padding: what Megatron will divide by

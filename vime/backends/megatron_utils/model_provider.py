@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from vime.backends.megatron_utils.attention import PackedAttention  # noqa: E402
 from vime.backends.megatron_utils.experts import GroupedExperts  # noqa: E402
 from vime.backends.megatron_utils.norm import RMSNorm  # noqa: E402
+from vime.backends.megatron_utils.router import BalancedRouter  # noqa: E402
 from vime.config import Config  # noqa: E402
 from vime.models.layout import ParallelLayout  # noqa: E402
 from vime.models.megatron import transformer_config_kwargs  # noqa: E402
@@ -163,6 +164,8 @@ def layer_spec(config: Config, megatron: TransformerConfig, moe: bool) -> Module
     attention.core_attention = PackedAttention
     if megatron.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if moe:
+        layer.mlp.submodules.router = BalancedRouter
     if moe and config.model.moe_grouped_gemm:
         layer.mlp.submodules.experts.module = GroupedExperts
     return spec

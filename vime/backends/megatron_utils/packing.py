@@ -52,15 +52,13 @@ class MicroBatch:
 
     tokens: Tensor  # int64 [1, local tokens]
     positions: Tensor  # int64 [1, local tokens], within the document
+    padding: Tensor  # bool [1, local tokens]
     packing: Packing
     where: Tensor  # int64 [n]
     labels: Tensor  # int64 [n]
     slots: Tensor  # int64 [n]
     lengths: list[int]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.tokens.shape[1]
+    num_tokens: int  # local ones that are not padding
 
 
 def padded_length(length: int, cp: int) -> int:
@@ -97,13 +95,14 @@ def pack(
         offsets: per answer, where its response tokens begin in the rollout's flat vector.
         length: from :func:`row_length`.
     """
-    row, positions, where, slots, labels, counts = [], [], [], [], [], []
+    row, padding, positions, where, slots, labels, counts = [], [], [], [], [], [], []
     documents: list[int] = []
     start = 0
     for answer in answers:
         ids, response = tokens[answer], response_lengths[answer]
         padded = padded_length(len(ids), cp)
         row += [*ids, *([0] * (padded - len(ids)))]
+        padding += [*([False] * len(ids)), *([True] * (padded - len(ids)))]
         first = start + len(ids) - response - 1  # the position that predicts the first response token
         where += range(first, first + response)
         labels += ids[len(ids) - response :]
@@ -114,14 +113,16 @@ def pack(
     if start < length:
         documents.append(length - start)
         row += [0] * (length - start)
+        padding += [True] * (length - start)
     for n in documents:
         positions.append(torch.arange(n))
     local = _local_rows(documents, cp, cp_rank)
     row_t, position_t = torch.tensor(row, dtype=torch.int64), torch.cat(positions)
+    padding_t = torch.tensor(padding)
     where_t = torch.tensor(where, dtype=torch.int64)
     slot_t, label_t = torch.tensor(slots, dtype=torch.int64), torch.tensor(labels, dtype=torch.int64)
     if cp > 1:
-        row_t, position_t = row_t[local], position_t[local]
+        row_t, position_t, padding_t = row_t[local], position_t[local], padding_t[local]
         place = torch.full((length,), -1)
         place[local] = torch.arange(len(local))
         here = place[where_t]
@@ -131,11 +132,13 @@ def pack(
     return MicroBatch(
         tokens=row_t[None].to(device),
         positions=position_t[None].to(device),
+        padding=padding_t[None].to(device),
         packing=_packing(documents, cp, cp_rank, device),
         where=where_t.to(device),
         labels=label_t.to(device),
         slots=slot_t.to(device),
         lengths=counts,
+        num_tokens=int((~padding_t).sum()),
     )
 
 

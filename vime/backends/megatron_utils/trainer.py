@@ -18,7 +18,6 @@ from vime.backends.megatron_utils import cpu_compat
 cpu_compat.install()  # before anything imports Megatron
 
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging  # noqa: E402
-from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker  # noqa: E402
 
 from vime.algorithms import compute_advantages, kl_estimate  # noqa: E402
 from vime.backends.megatron_utils import megatron_fixes, memory, parallel  # noqa: E402
@@ -291,8 +290,6 @@ class MegatronTrainer:
         metrics["lr"] = float(get_canonical_lr_for_logging(self.optimizer.param_groups) or 0.0)
         metrics["grad_norm"] = guarded_step(self.optimizer, what)
         self.schedule.step(1)
-        if self.config.model.moe_aux_loss_coeff:
-            clear_aux_losses_tracker()
         return metrics
 
     # ------------------------------------------------------------------ weights, checkpoints, memory

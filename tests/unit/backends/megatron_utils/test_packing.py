@@ -32,7 +32,7 @@ def test_a_row() -> None:
 
 def test_an_empty_row_is_padding() -> None:
     batch = make([], multiple=4)
-    assert batch.num_tokens == 4
+    assert (batch.tokens.shape[1], batch.num_tokens) == (4, 0)
     assert batch.slots.numel() == 0
     assert batch.lengths == []
 
@@ -44,7 +44,7 @@ def test_context_parallel_ranks_hold_the_row_between_them(cp: int, multiple: int
     found = {}
     for rank in range(cp):
         part = make([0, 1, 2], cp, rank, multiple)
-        assert part.num_tokens % (2 * multiple) == 0
+        assert part.tokens.shape[1] % (2 * multiple) == 0
         for where, label, slot in zip(part.where, part.labels, part.slots, strict=True):
             assert slot.item() not in found
             found[slot.item()] = (part.tokens[0, where].item(), part.positions[0, where].item(), label.item())
