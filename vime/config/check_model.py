@@ -13,8 +13,12 @@ from vime.models.spec import ModelSpec, disagreements
 def check_model(config: Config, spec: ModelSpec) -> list[str]:
     """What the model flags say differently from the checkpoint, both values named."""
     where = f"(--hf-checkpoint {config.checkpoint.hf_checkpoint})"
-    differing = disagreements(spec, config.model)
+    differing = disagreements(spec, config.model, config.given)
     problems = [f"{problem} {where}" for problem in differing]
+    if "attention_softmax_in_fp32" in config.given and not config.model.attention_softmax_in_fp32:
+        problems.append(
+            "--attention-softmax-in-fp32 false: attention probabilities are always in fp32 here; leave it out"
+        )
     return [*problems, *_experts(config, spec), *_layer_pattern(config, spec)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,10 +89,10 @@ def spec_from_hf(path: str | Path) -> ModelSpec:
     return spec
 
 
-def disagreements(spec: ModelSpec, options: ModelOptions) -> list[str]:
+def disagreements(spec: ModelSpec, options: ModelOptions, given: Container[str] = ()) -> list[str]:
     """What the model flags say differently from the checkpoint; each entry names both values.
 
-    A flag that was left out (None, or False for a switch) says nothing.
+    A flag that was left out says nothing: None, or False for a switch unless its name is in ``given``.
     """
     sizes = {
         "num_layers": spec.num_layers,
@@ -113,21 +114,38 @@ def disagreements(spec: ModelSpec, options: ModelOptions) -> list[str]:
         if said is None or (ours is not None and math.isclose(said, ours, rel_tol=1e-9)):
             continue
         found.append((_flag(name, said), str(ours) if ours is not None else "none (it is a dense model)"))
-    switches = {
-        "qk_layernorm": (spec.qk_layernorm, "no norm on queries and keys"),
-        "add_qkv_bias": (spec.qkv_bias, "no bias in the QKV projection"),
-        "untie_embeddings_and_output_weights": (not spec.tied, "tied embeddings (tie_word_embeddings)"),
+    shares = spec.num_query_groups < spec.num_attention_heads
+    normalised = "weights normalised over the chosen experts (norm_topk_prob)" if spec.num_experts else "a dense model"
+    switches = {  # what the model has; how it is said where it has not, and where it has
+        "qk_layernorm": (spec.qk_layernorm, "no norm on queries and keys", "a norm on queries and keys"),
+        "add_qkv_bias": (spec.qkv_bias, "no bias in the QKV projection", "a bias in the QKV projection"),
+        "untie_embeddings_and_output_weights": (
+            not spec.tied,
+            "tied embeddings (tie_word_embeddings)",
+            "an output layer of its own (tie_word_embeddings)",
+        ),
         "moe_router_pre_softmax": (
             spec.num_experts is not None and not spec.norm_topk_prob,
-            "weights normalised over the chosen experts (norm_topk_prob)" if spec.num_experts else "a dense model",
+            normalised,
+            "weights that are not normalised over the chosen experts (norm_topk_prob)",
         ),
+        # --group-query-attention with --num-query-groups: that number is compared above
+        "group_query_attention": (
+            shares or (options.group_query_attention and options.num_query_groups is not None),
+            "one key/value head per query head",
+            f"{spec.num_query_groups} key/value heads for {spec.num_attention_heads} query heads",
+        ),
+        # so in every family that vime implements
+        "swiglu": (True, "", "a gated SiLU MLP"),
+        "disable_bias_linear": (True, "", "no bias in linear layers"),
+        "use_rotary_position_embeddings": (True, "", "a rotary position embedding"),
     }
-    for name, (agrees, theirs) in switches.items():
-        if getattr(options, name) and not agrees:
-            found.append((_flag(name, True), theirs))
-    shares = spec.num_query_groups < spec.num_attention_heads
-    if options.group_query_attention and options.num_query_groups is None and not shares:
-        found.append((_flag("group_query_attention", True), "one key/value head per query head"))
+    for name, (has, without, having) in switches.items():
+        if getattr(options, name):
+            if not has:
+                found.append((_flag(name, True), without))
+        elif name in given and has:
+            found.append((_flag(name, "false"), having))
     return [f"{flag}, but the checkpoint has {theirs}" for flag, theirs in found]
 
 

@@ -26,6 +26,30 @@ def test_flags_that_differ_from_the_checkpoint(problems: Problems, dense: str, c
 
 
 @pytest.mark.parametrize(
+    ("change", "theirs"),
+    [
+        ("--qk-layernorm false", "a norm on queries and keys"),
+        ("--swiglu false", "a gated SiLU MLP"),
+        ("--disable-bias-linear false", "no bias in linear layers"),
+        ("--use-rotary-position-embeddings false", "a rotary position embedding"),
+        ("--group-query-attention false", "2 key/value heads for 4 query heads"),
+    ],
+)
+def test_switches_turned_off_that_the_checkpoint_has(problems: Problems, dense: str, change: str, theirs: str) -> None:
+    said = problems(change, without=[change.split()[0]])
+    assert said == [f"{change}, but the checkpoint has {theirs} (--hf-checkpoint {dense})"]
+
+
+def test_attention_probabilities_in_less_than_fp32(problems: Problems) -> None:
+    (said,) = problems("--attention-softmax-in-fp32 false", without=["--attention-softmax-in-fp32"])
+    assert said.startswith("--attention-softmax-in-fp32 false: attention probabilities are always in fp32 here")
+
+
+def test_switches_turned_off_that_the_checkpoint_lacks(problems: Problems) -> None:
+    assert problems("--add-qkv-bias false --untie-embeddings-and-output-weights false") == []
+
+
+@pytest.mark.parametrize(
     "change", ["--moe-router-dtype fp32", "--moe-grouped-gemm", "--moe-token-dispatcher-type allgather"]
 )
 def test_flags_of_experts_on_a_dense_model(problems: Problems, dense: str, change: str) -> None:

@@ -264,6 +264,21 @@ def test_flags_that_disagree_name_both_values(tmp_path: Path) -> None:
     ]
 
 
+def test_switches_given_as_off(tmp_path: Path) -> None:
+    untied = spec_from_hf(write(tmp_path, QWEN3_30B_A3B))
+    off = ("untie_embeddings_and_output_weights", "add_qkv_bias", "moe_router_pre_softmax")
+    assert disagreements(untied, ModelOptions(), off) == [
+        "--untie-embeddings-and-output-weights false, but the checkpoint has an output layer of its own "
+        "(tie_word_embeddings)"
+    ]
+    unlike = untied.replace(norm_topk_prob=False, qkv_bias=True, tied=True)
+    assert disagreements(unlike, ModelOptions(), off) == [
+        "--add-qkv-bias false, but the checkpoint has a bias in the QKV projection",
+        "--moe-router-pre-softmax false, but the checkpoint has weights that are not normalised over the chosen "
+        "experts (norm_topk_prob)",
+    ]
+
+
 def test_reading_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
     write(tmp_path, QWEN3_0_6B)
     code = (
