@@ -22,7 +22,11 @@ class CheckpointOptions:
     save_interval: int | None = option(None, "every n-th rollout, and after the last", minimum=1)
     save_hf: str | None = option(None, "write the weights for transformers; '{rollout_id}' in it is filled in")
     no_save_optim: bool = option(False, "leave the optimizer out of checkpoints")
-    no_load_optim: bool = option(False, "start with a fresh optimizer")
+    no_load_optim: bool = option(
+        False,
+        "continue from --load with a fresh optimizer and, as in Megatron-LM, the learning rate's schedule (warm-up, "
+        "decay) from its start; rollouts are counted on",
+    )
     keep_checkpoints: int | None = option(None, "keep this many newest checkpoints (default: all)", minimum=1)
 
 

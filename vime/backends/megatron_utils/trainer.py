@@ -319,7 +319,11 @@ class MegatronTrainer:
 
     @_on_device
     def load(self, directory: str) -> None:
-        """Continue from what :meth:`save` wrote, in this or another parallel layout; exactly, in this one."""
+        """Continue from what :meth:`save` wrote, in this or another parallel layout; exactly, in this one.
+
+        With --no-load-optim the schedule starts over with the optimizer, as in Megatron-LM: moments that begin at zero
+        need the warm-up again.
+        """
         fresh = self.config.checkpoint.no_load_optim
         optimizer, schedule = (None, None) if fresh else (self.optimizer, self.schedule)
         load_checkpoint(directory, self.ddp, optimizer, schedule, spec=self.spec, layout=self.layout)

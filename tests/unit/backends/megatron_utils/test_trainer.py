@@ -193,6 +193,30 @@ def continuing(rank: int, path: str, folder: str) -> Any:
     return through, resumed, metrics
 
 
+def with_a_fresh_optimizer(rank: int, path: str, folder: str) -> list[Any]:
+    options = {"optimizer.lr_decay_style": "cosine", "optimizer.lr_warmup_iters": 2}
+    with trainer(rank, path, options) as built:
+        rates = [built.train(rollout, make_batch(rollout))["train/lr"] for rollout in range(2)]
+        Path(folder).mkdir()
+        built.save(folder)
+        weights = {key: value.clone() for key, value in built._data().items()}
+    with trainer(rank, path, {**options, "checkpoint.no_load_optim": True}) as built:
+        built.load(folder)
+        loaded = all(torch.equal(value, weights[key]) for key, value in built._data().items())
+        state = sum(len(part.optimizer.state) for part in built.optimizer.chained_optimizers)
+        again = [built.train(rollout, make_batch(rollout))["train/lr"] for rollout in (2, 3)]
+    return [loaded, state, rates, again]
+
+
+def test_a_fresh_optimizer_warms_up_again(tmp_path: Path) -> None:
+    """As in Megatron-LM, where --no-load-optim leaves out the schedule's state too."""
+    path = make_checkpoint(tmp_path / "model", "qwen3")
+    loaded, state, rates, again = run_ranks(1, with_a_fresh_optimizer, path, str(tmp_path / "saved"))[0]
+    assert (loaded, state) == (True, 0)
+    assert again == rates
+    assert rates[0] < rates[1]
+
+
 def _with_hf_log_probs(batch: Any, path: str) -> Any:
     with torch.no_grad():
         values, _ = hf_log_probs(hf_model(path), batch)
