@@ -1,7 +1,8 @@
 """Does it fit? An estimate of what trainer and engines take, said in numbers.
 
 Weights, gradients and optimizer states are counted exactly. Activations are estimated: per token and layer the tensors
-that autograd keeps; logits exist only in pieces of a bounded size. Only what misses by more than a tenth is refused.
+that autograd keeps; logits exist only in pieces of a bounded size. On GPUs only what misses by more than a tenth is
+refused. On a CPU, where Ray ends the worker instead of an allocation failing, whatever is above Ray's share is.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from vime.models.layout import ParallelLayout
 from vime.models.spec import ModelSpec
 
 TOLERANCE = 1.1
+RAY_SHARE = 0.95  # Ray ends a worker when the machine's memory is fuller than this
 LOGITS_BYTES = 2 * GIB  # a piece of log_probs.CHUNK_BYTES, four times: logits, their exponentials, gradients
 PROCESS_BYTES = 1 * GIB  # Python, torch, vLLM or Megatron: code and buffers of one process on a CPU
 CONTEXT_BYTES = 1 * GIB  # CUDA context and NCCL buffers of one process on a GPU
@@ -119,7 +121,15 @@ def _on_gpu(config: Config, needs: Estimate, memory: int) -> list[str]:
             f"for the KV cache of one answer of full length, but has {share:.0%} of {size(memory)}; raise "
             "--vllm-gpu-memory-utilization or --rollout-num-gpus-per-engine, or lower --rollout-max-context-len"
         )
-    if config.cluster.colocate:
+    if config.cluster.colocate and config.cluster.offload_rollout is False:
+        left = room - memory * share
+        if needs.training > left + memory * (TOLERANCE - 1):
+            problems.append(
+                f"a trainer rank needs about {needs}, but with --no-offload-rollout an engine keeps {share:.0%} of "
+                f"{size(memory)} while the trainer works, which leaves {size(max(left, 0))}; let engines sleep, or "
+                f"lower --vllm-gpu-memory-utilization"
+            )
+    elif config.cluster.colocate:
         stays = needs.states if config.cluster.offload_train is False else needs.weights
         if stays + memory * share > memory * TOLERANCE:
             what = "weights, gradients and optimizer" if config.cluster.offload_train is False else "weights"
@@ -168,10 +178,11 @@ def _on_cpu(config: Config, spec: ModelSpec, needs: Estimate, machine: Machine) 
     cache = cpu_kv_cache_bytes(config, spec) if engines else 0
     engine = needs.engine_weights + cache + PROCESS_BYTES
     total = ranks * trainer + engines * engine
-    if total <= machine.host_bytes * TOLERANCE:
+    if total <= machine.host_bytes * RAY_SHARE:
         return []
     return [
-        f"the run needs about {size(total)}, but this machine has {size(machine.host_bytes)}: "
+        f"the run needs about {size(total)}, but this machine has {size(machine.host_bytes)}, of which Ray lets "
+        f"{RAY_SHARE:.0%} be used before it ends workers: "
         f"{ranks} trainer ranks, each {needs} (and {size(PROCESS_BYTES)} of program); {engines} engine workers, "
         f"each {size(engine)}, of which {size(cache)} are KV cache"
     ]

@@ -29,7 +29,11 @@ class TrainOptions:
     recompute_granularity: str | None = option(None, "what is recomputed in backward", choices=("full", "selective"))
     recompute_method: str | None = option(None, "which layers are recomputed", choices=("uniform", "block"))
     recompute_num_layers: int | None = option(None, "layers per recomputed piece", minimum=1)
-    train_memory_margin_bytes: int = option(1 << 30, "GPU memory the trainer leaves free for others", minimum=0)
+    train_memory_margin_bytes: int = option(
+        1 << 30,
+        "GPU memory that the estimate before the start leaves to others; the trainer itself does not keep to it",
+        minimum=0,
+    )
     train_timeout: float = option(
         3600.0, "seconds one training phase may take before the run gives up", above=0, maximum=LONGEST
     )
