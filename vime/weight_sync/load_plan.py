@@ -9,7 +9,7 @@ a *problem*: its parameter cannot be written by plan, and the caller takes anoth
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,7 +65,8 @@ class LoadPlan:
     fills: list[LoadFill] = field(default_factory=list)
     problems: dict[str, str] = field(default_factory=dict)  # parameter -> why it cannot be planned
     unused: list[str] = field(default_factory=list)  # checkpoint tensors that no parameter takes anything from
-    unwritten: dict[str, int] = field(default_factory=dict)  # parameter -> elements that nothing writes
+    # Parameter -> elements that nothing writes, of those that a checkpoint has to write. Problems are not in it.
+    unwritten: dict[str, int] = field(default_factory=dict)
 
     @property
     def written(self) -> list[str]:
@@ -152,6 +153,7 @@ def trace(
     params: Mapping[str, torch.Tensor],
     tensors: Mapping[str, TensorInfo],
     load: Callable[[Iterator[tuple[str, torch.Tensor]]], Any],
+    free: Collection[str] = (),
 ) -> LoadPlan:
     """Run ``load`` on meta sources and return what it would have written.
 
@@ -159,6 +161,7 @@ def trace(
         params: name -> parameter or buffer, in load format; meta or real. Nothing is written to any of them.
         tensors: the checkpoint tensors, in the order they are given to ``load``.
         load: the model's ``load_weights``.
+        free: parameters that are whole without a checkpoint's help.
 
     Raises:
         Whatever ``load`` raises, for instance because it looks at a value. Then nothing of this model can be planned.
@@ -177,6 +180,11 @@ def trace(
     shapes = {name: info.shape for name, info in tensors.items()}
     for name in writes:
         _settle(plan, name, writes[name], shapes, int(params[name].storage_offset()))
+    for name, tensor in params.items():
+        is_known_by_another_name = recorder.params[tensor.untyped_storage()._cdata] != name
+        if not (name in writes or name in plan.problems or name in free or is_known_by_another_name):
+            plan.unwritten[name] = tensor.numel()
+    plan.unwritten = {name: count for name, count in plan.unwritten.items() if count}
     used = {copy.tensor for copy in plan.copies} | {
         write.tensor for write in recorder.writes if write.param in plan.problems
     }

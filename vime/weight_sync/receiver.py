@@ -41,7 +41,7 @@ class StagedLayer(Protocol):
         ...
 
     def open(self) -> dict[str, torch.Tensor]:
-        """Put load-format tensors in place of the live ones; the unwritten parts of them are zero."""
+        """Put load-format tensors in place of the live ones; the plan writes every element of them."""
         ...
 
     def close(self) -> None:
@@ -133,12 +133,15 @@ class Receiver:
         """Make the plan and open the arenas. If the plan has problems nothing more is done: the caller decides.
 
         Raises:
-            WeightSyncError: the trainer does not hold what the engine wants.
+            WeightSyncError: the trainer does not hold what the engine wants; or the engine has parameters that nothing
+                of the trainer's is loaded into, which no update of any kind would write.
             ArenaError: the trainer's memory cannot be opened.
         """
         started = time.perf_counter()
         with _without_garbage_collection():
             self.plan = self._trace(shards)
+            if self.plan.unwritten:
+                raise self._error(_left_out(self.plan), "connect")
             if self.plan.problems:
                 return self.plan
             self._prepare(shards)
@@ -334,6 +337,16 @@ class Receiver:
     def state(self) -> dict[str, Any]:
         """The report as JSON."""
         return {**vars(self.report), "bytes_by_rank": {str(k): v for k, v in self.report.bytes_by_rank.items()}}
+
+
+def _left_out(plan: LoadPlan) -> str:
+    name, count = min(plan.unwritten.items(), key=lambda item: item[0])
+    whole = torch.Size(plan.params[name].shape).numel()
+    return (
+        f"no tensor of the trainer's is loaded into {count} of the {whole} elements of its parameter {name}"
+        + (f", nor into parts of {len(plan.unwritten) - 1} others" if len(plan.unwritten) > 1 else "")
+        + ": they would keep what the engine was started with; engine and trainer must be of the same model"
+    )
 
 
 def _together(layers: Sequence[StagedLayer], plan: LoadPlan) -> list[list[StagedLayer]]:

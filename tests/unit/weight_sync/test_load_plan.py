@@ -122,14 +122,14 @@ def test_what_is_overwritten_does_not_count() -> None:
     assert plan.unused == []
 
 
-def test_unused_tensors_and_unwritten_elements_are_named() -> None:
-    plan = plan_of(
-        {"w": torch.zeros(2, 6), "never": torch.zeros(3)},
-        {"a": torch.zeros(2, 3), "extra": torch.zeros(1)},
-        lambda p, t: p["w"][:, 1:4].copy_(t["a"]),
-    )
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_unused_tensors_and_unwritten_elements_are_named(device: str) -> None:
+    params = {name: torch.zeros(size, device=device) for name, size in (("w", (2, 6)), ("never", (3,)), ("nil", (0,)))}
+    params |= {"w by another name": params["w"], "rotary table": torch.zeros(3, device=device)}
+    infos = {"a": TensorInfo((2, 3), "float32"), "extra": TensorInfo((1,), "float32")}
+    plan = trace(params, infos, lambda weights: params["w"][:, 1:4].copy_(dict(weights)["a"]), {"rotary table"})
     assert plan.unused == ["extra"]
-    assert plan.unwritten == {"w": 6}
+    assert plan.unwritten == {"w": 6, "never": 3}
     assert plan.written == ["w"]
 
 

@@ -74,6 +74,36 @@ class Trainer:
         return {"handles": {"cpu-0": arena_of(flat)[0].describe()}, "tensors": listed, "last": True}
 
 
+@pytest.mark.parametrize(
+    ("left_out", "words"),
+    [
+        (["layers.0.norm.weight"], "8 of the 8 elements of its parameter layers.0.norm.weight: "),
+        (["layers.0.experts.1.up_proj.weight"], "96 of the 576 elements of its parameter layers.0.experts.w13: "),
+        (["layers.0.k_proj.weight", "embed_tokens.weight"], "embed_tokens.weight, nor into parts of 1 others: "),
+    ],
+)
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_parameter_that_nothing_is_loaded_into_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, left_out: list[str], words: str, planned: bool
+) -> None:
+    write = ToyModel._write
+
+    def computing(self: ToyModel, params: Any, name: str, tensor: torch.Tensor) -> None:
+        write(self, params, name, tensor * 1 if "o_proj" in name else tensor)
+
+    if not planned:
+        monkeypatch.setattr(ToyModel, "_write", computing)
+    trainer = Trainer()
+    held = {name: tensor for name, tensor in trainer.tensors.items() if name not in left_out}
+    info = replace(trainer.info, shards=whole_map(in_arena(held), trainer.stamp).to_json())
+    trainer.session.attempt("connect", info)
+    failure = trainer.session.state()["failure"]
+    assert (failure["phase"], failure["where"]) == ("connect", "engine 3, worker 0")
+    assert words in failure["cause"]
+    trainer.session.attempt("start")
+    assert "not connected" in trainer.session.state()["failure"]["cause"]
+
+
 @pytest.mark.parametrize(("number", "size"), [(0, 1), (0, 2), (1, 2)])
 def test_planned_and_bucketed_leave_what_the_loader_would(number: int, size: int) -> None:
     trainer = Trainer(number, size)

@@ -78,11 +78,49 @@ class VllmModel:
 
     def trace(self, tensors: Mapping[str, TensorInfo]) -> LoadPlan:
         """Run the model's load_weights on meta tensors; live tensors are back in place when this returns."""
+        free, same = self._not_kept(), self._same_memory()
         with self._load_format() as params:
-            plan = trace(params, tensors, self.model.load_weights)
+            plan = trace(params, tensors, self.model.load_weights, free | self._made_anew())
+        # Each of several names has load-format tensors of its own, but only one is loaded.
+        for names in same:
+            if any(name in plan.written and name not in plan.unwritten for name in names):
+                for name in names - set(plan.written):
+                    plan.unwritten.pop(name, None)
         self._plan = plan
         self._sort(plan)
         return plan
+
+    def _not_kept(self) -> set[str]:
+        """Live buffers that are no part of a checkpoint: rotary tables, which expert is where."""
+        return {
+            f"{path}.{own}" if path else own
+            for path, module in self._modules.items()
+            for own, buffer in utils.get_layer_params_buffers(module)[1].items()
+            if own in module._non_persistent_buffers_set or not buffer.is_floating_point()
+        }
+
+    def _made_anew(self) -> set[str]:
+        """Load-format tensors that are whole without a checkpoint: scales of the KV cache, which are 1 unless it has
+        some, and those of a layer that is loaded unquantised and quantised then."""
+        found = set()
+        for path, module in self._modules.items():
+            params, buffers = utils.get_layer_params_buffers(module)
+            weights = [param for own, param in params.items() if not own.endswith(_SCALES)]
+            quantises = isinstance(getattr(module, "quant_method", None), QuantizeMethodBase) and bool(weights)
+            quantises &= all(weight.is_floating_point() and weight.dtype.itemsize > 1 for weight in weights)
+            owns = [own for own in params | buffers if own in _KV_SCALES or (quantises and own.endswith(_SCALES))]
+            found |= {f"{path}.{own}" if path else own for own in owns}
+        return found
+
+    def _same_memory(self) -> list[set[str]]:
+        """Names of live tensors that are one: of an output layer that is tied to the embedding, for instance."""
+        found: dict[Any, set[str]] = {}
+        for path, module in self._modules.items():
+            for own, tensor in utils.get_layer_tensors(module).items():
+                if tensor.numel():
+                    place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+                    found.setdefault(place, set()).add(f"{path}.{own}" if path else own)
+        return [names for names in found.values() if len(names) > 1]
 
     @contextmanager
     def _load_format(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -115,7 +153,7 @@ class VllmModel:
                 self._direct.append((name, module, own))
             else:
                 staged.setdefault(path, {})[own] = name
-        self._staged = [StagedModule(self._modules[path], names, plan) for path, names in staged.items()]
+        self._staged = [StagedModule(self._modules[path], names) for path, names in staged.items()]
 
     # ------------------------------------------------------------------ updating
 
@@ -208,9 +246,9 @@ class VllmModel:
 class StagedModule:
     """A module whose live tensors are made from load-format tensors by its quantisation method."""
 
-    def __init__(self, module: torch.nn.Module, names: dict[str, str], plan: LoadPlan) -> None:
+    def __init__(self, module: torch.nn.Module, names: dict[str, str]) -> None:
         """names: the module's own name of each written parameter -> its name in the plan."""
-        self._module, self._names, self._plan = module, names, plan
+        self._module, self._names = module, names
 
     @property
     def params(self) -> list[str]:
@@ -227,9 +265,7 @@ class StagedModule:
         meta.materialize_layer(module, info)
         tensors = {}
         for own, name in self._names.items():
-            tensor = tensors[name] = getattr(module, own).data
-            if name in self._plan.unwritten:
-                tensor.zero_()
+            tensors[name] = getattr(module, own).data
         return tensors
 
     def close(self) -> None:
@@ -254,6 +290,8 @@ class StagedModule:
 
 _NEVER_PARKED = ("bias",)  # vLLM's reload leaves it alone: it is live, and written in place
 _PROBE_ROWS = 256
+_KV_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale", "_q_scale", "_k_scale", "_v_scale", "_prob_scale")
+_SCALES = ("_scale", "_scale_inv")  # of a quantised layer; where its weight is loaded unquantised, computed from that
 
 
 def _is_processed(module: Any) -> bool:

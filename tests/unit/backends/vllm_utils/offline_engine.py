@@ -80,8 +80,17 @@ def main(family: str, tied: bool, tp: int, folder: str) -> dict[str, Any]:
         "devices": ["cpu-0"] * tp,
         "check": "full",
     }
+    out: dict[str, Any] = {"accepted without": [], "other failures": []}
+    for left_out in named:
+        part = whole_map({name: tensor for name, tensor in named.items() if name != left_out}, stamp)
+        llm.collective_rpc("init_weight_transfer_engine", args=({**info, "shards": part.to_json()},))
+        failures = [state["failure"] for state in llm.collective_rpc("vime_weight_state", args=("",))]
+        if None in failures:
+            out["accepted without"].append(left_out)
+        elif not all("elements of its parameter" in failure["cause"] for failure in failures):
+            out["other failures"] += failures
     llm.collective_rpc("init_weight_transfer_engine", args=({**info, "shards": shards.to_json()},))
-    out: dict[str, Any] = {"state": llm.collective_rpc("vime_weight_state", args=("",))}
+    out["state"] = llm.collective_rpc("vime_weight_state", args=("",))
     out["greedy a"] = answers() == by_transformers(a)
     loaded_a = digests()
 
