@@ -320,9 +320,9 @@ def _weight_sync(config: Config) -> Iterator[str]:
     transport = config.weight_sync.update_weight_transport
     useless = {
         "planned": ["update_weight_disk_dir"],
-        "bucketed": ["update_weight_disk_dir", "check_weight_update", "no_copy_engines"],
+        "bucketed": ["update_weight_disk_dir", "no_copy_engines"],
         "distributed": ["update_weight_disk_dir", "no_copy_engines"],
-        "disk": ["update_weight_buffer_size", "check_weight_update", "no_copy_engines"],
+        "disk": ["update_weight_buffer_size", "no_copy_engines"],
     }
     for name in useless[transport]:
         if is_given(config, name):

@@ -19,12 +19,13 @@ from vime.errors import WeightSyncError
 from vime.weight_sync import receiver
 from vime.weight_sync.arena import Handle, node_name, open_arena
 from vime.weight_sync.arena_cuda import device_uuid
+from vime.weight_sync.arrivals import Arrivals
 from vime.weight_sync.boxes import contiguous_strides
 from vime.weight_sync.channel import Channel
 from vime.weight_sync.load_plan import LoadPlan
 from vime.weight_sync.receiver import Place, Receiver
 from vime.weight_sync.remote import MOST_BYTES
-from vime.weight_sync.shard_map import RankInfo, ShardMap
+from vime.weight_sync.shard_map import RankInfo, ShardMap, TensorInfo
 
 
 @dataclass
@@ -62,6 +63,7 @@ class UpdateInfo:
     moved: list[dict[str, Any]] = field(default_factory=list)  # RankInfo of ranks whose arenas have new handles
     bucket: dict[str, Any] | None = None
     directory: str | None = None  # a Hugging Face checkpoint; neither bucket nor directory: by plan
+    sums: dict[str, str] | None = None  # checksums of what is in the directory; a bucket brings its own
 
 
 class Model(receiver.Model, Protocol):
@@ -112,6 +114,8 @@ class Session:
         self._version: int | None = None
         self.failure: dict[str, str] | None = None  # what a step raised: its phase, where and cause
         self._bucket: tuple[Handle, torch.Tensor] | None = None
+        self._arrivals = Arrivals({}, "", True)  # of the open update
+        self._tensors: dict[str, TensorInfo] = {}  # all that the trainer has
         self._channel: Channel | None = None
 
     def attempt(self, step: str, *args: Any) -> None:
@@ -146,7 +150,8 @@ class Session:
         place = Place(info.engine, self.number, spread if neighbour is None else neighbour, node_name(), info.maps, gpu)
         connected = Receiver(self.model, place, info.check, self.device, info.most_bytes, info.copy_engines)
         plan = connected.connect(shards)
-        self._info, self._receiver, self._neighbour = info, connected, neighbour
+        self._info, self._receiver, self._neighbour, self._tensors = info, connected, neighbour, shards.tensors
+        self._expect_all()
         near = [shards.ranks[neighbour].device] if neighbour in shards.ranks else []
         self._devices = [*near, info.devices[self.number]]
         return plan
@@ -168,6 +173,7 @@ class Session:
         """Begin an update; the version before is none any more."""
         self._connected()
         self._version = self._updated_to = None
+        self._expect_all()
 
     def make_ready(self, moved: list[int]) -> None:
         """Do what takes time before weights can be read by plan, which come next: see Receiver.make_ready."""
@@ -177,7 +183,8 @@ class Session:
         """Take the weights, or some of them.
 
         Raises:
-            WeightSyncError, ArenaError and whatever the model's loaders raise: the weights are a mixture now.
+            WeightSyncError: among others, of buckets or a directory: not every tensor came once, as it was sent.
+            ArenaError, and whatever the model's loaders raise. After any of these the weights are a mixture.
         """
         connected = self._connected()
         try:
@@ -186,7 +193,7 @@ class Session:
                 if message.bucket["last"]:
                     self._end_load()
             elif message.directory is not None:
-                self._load(read_directory(message.directory, self.device))
+                self._load(self._arriving(read_directory(message.directory, self.device), message.sums))
                 self._end_load()
             else:
                 connected.update(message.version, {item["rank"]: RankInfo(**item) for item in message.moved})
@@ -210,6 +217,7 @@ class Session:
             self._close_channel()
             self._version = None
         self._loading, self._updated_to, self._bucket = False, None, None
+        self._expect_all()
         self.failure = None
         self.model.abort_load()
 
@@ -250,9 +258,11 @@ class Session:
     def _take_bucket(self, bucket: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
         """Whole checkpoint tensors, from one flat buffer on this worker's own device, or through the channel.
 
-        ``bucket``: ``tensors``, [name, dtype, shape, byte offset] each; ``last``, whether none comes after it;
-        ``handles``, device name -> arena handle, or ``origin``, the member that sends ``bytes`` bytes.
+        ``bucket``: ``tensors``, [name, dtype, shape, byte offset] each; ``sums``, name -> checksum, unless none are
+        compared; ``last``, whether none comes after it; ``handles``, device name -> arena handle, or ``origin``, the
+        member that sends ``bytes`` bytes.
         """
+        self._arrivals.announce(bucket["tensors"])
         if "origin" in bucket:
             buffer = torch.empty(bucket["bytes"], dtype=torch.uint8, device=self.device)
             if self._channel is None:
@@ -266,7 +276,19 @@ class Session:
             typed = buffer[offset : offset + torch.Size(shape).numel() * dtype.itemsize].view(dtype)
             # A copy: loaders may keep it until a layer is complete, and the trainer fills the buffer before that.
             weights.append((name, typed.as_strided(shape, contiguous_strides(shape), typed.storage_offset()).clone()))
+        self._arrivals.compare(weights, bucket.get("sums"))
         return weights
+
+    def _arriving(
+        self, weights: Iterable[tuple[str, torch.Tensor]], sums: dict[str, str] | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            self._arrivals.take(name, tensor, sums)
+            yield name, tensor
+
+    def _expect_all(self) -> None:
+        if self._receiver is not None:
+            self._arrivals = Arrivals(self._tensors, str(self._receiver.place), self._receiver.check != "off")
 
     def _shared_bucket(self, handles: dict[str, Handle]) -> torch.Tensor:
         handle = next((handles[device] for device in self._devices if device in handles), None)
@@ -284,6 +306,7 @@ class Session:
         self.model.load(weights)
 
     def _end_load(self) -> None:
+        self._arrivals.end()
         self.model.end_load()
         self._loading, self._bucket = False, None
 

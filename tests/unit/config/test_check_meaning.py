@@ -57,8 +57,8 @@ def test_an_option_without_what_it_depends_on(problems: Problems, name: str, pro
             "--update-weight-disk-dir d means nothing with --update-weight-transport planned",
         ),
         (
-            "--update-weight-transport disk --check-weight-update full",
-            "--check-weight-update full means nothing with --update-weight-transport disk; leave it out",
+            "--update-weight-transport disk --update-weight-buffer-size 1000000",
+            "--update-weight-buffer-size 1000000 means nothing with --update-weight-transport disk; leave it out",
         ),
         (
             "--update-weight-transport bucketed --no-copy-engines",

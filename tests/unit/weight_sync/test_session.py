@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.unit.weight_sync.toy import (
     LoadFormatTensors,
     PackedLayer,
     ToyModel,
+    flip_bit,
     in_arena,
     loaded,
     random_tensors,
@@ -23,6 +27,7 @@ from tests.unit.weight_sync.toy import (
 from vime.errors import WeightSyncError
 from vime.weight_sync import copy_cpu, receiver, remote
 from vime.weight_sync.arena import ArenaError, Stamp, arena_of, create_arena, node_name
+from vime.weight_sync.arrivals import checksums
 from vime.weight_sync.session import InitInfo, Session, UpdateInfo
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -71,7 +76,8 @@ class Trainer:
             flat[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             listed.append([name, "float32", list(tensor.shape), end])
             end += -(-tensor.nbytes // 64) * 64
-        return {"handles": {"cpu-0": arena_of(flat)[0].describe()}, "tensors": listed, "last": True}
+        sums = dict(zip(self.tensors, checksums(list(self.tensors.values())), strict=True))
+        return {"handles": {"cpu-0": arena_of(flat)[0].describe()}, "tensors": listed, "sums": sums, "last": True}
 
 
 @pytest.mark.parametrize(
@@ -365,6 +371,115 @@ def test_an_update_whose_last_bucket_has_not_come_cannot_finish() -> None:
     trainer.session.receive(UpdateInfo(1, bucket=trainer.bucket() | {"last": False}))
     with pytest.raises(WeightSyncError, match="not all weights have arrived"):
         trainer.session.finish()
+
+
+EMBEDDING = "embed_tokens.weight"
+
+
+def _alter(bucket: dict[str, Any], number: int, **change: Any) -> list[dict[str, Any]]:
+    listed = [list(item) for item in bucket["tensors"]]
+    for place, value in change.items():
+        listed[number][("name", "dtype", "shape").index(place)] = value
+    return [bucket | {"tensors": listed}]
+
+
+def _flip(bucket: dict[str, Any]) -> list[dict[str, Any]]:
+    flip_bit(bucket["handles"]["cpu-0"], 77)
+    return [bucket]
+
+
+def _swap(bucket: dict[str, Any]) -> list[dict[str, Any]]:
+    listed = [list(item) for item in bucket["tensors"]]
+    k, v = (next(item for item in listed if kind in item[0]) for kind in ("k_proj", "v_proj"))
+    k[3], v[3] = v[3], k[3]
+    return [bucket | {"tensors": listed}]
+
+
+def _halves(bucket: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    return bucket | {"tensors": bucket["tensors"][:5], "last": False}, bucket | {"tensors": bucket["tensors"][5:]}
+
+
+BUCKET_FAULTS: dict[str, tuple[Callable[[dict[str, Any]], list[dict[str, Any]]], str, str]] = {
+    "the first is lost": (lambda b: [_halves(b)[1]], "update", f"5 of 15 tensors did not come, the first {EMBEDDING}"),
+    "the first comes twice": (lambda b: [*_halves(b)[:1] * 2, _halves(b)[1]], "update", f"{EMBEDDING} came twice"),
+    "the last comes twice": (lambda b: [b, b], "update", f"{EMBEDDING} came twice"),
+    "a bit differs": (_flip, "checksum", f"{EMBEDDING} arrived changed: its checksum is "),
+    "tensors are exchanged": (_swap, "checksum", "layers.0.k_proj.weight arrived changed"),
+    "no checksums": (lambda b: [b | {"sums": {}}], "checksum", f"no checksum came with {EMBEDDING}"),
+    "another name": (lambda b: _alter(b, 0, name="bias"), "update", "bias came, which the trainer does not have"),
+    "another shape": (lambda b: _alter(b, 0, shape=[49, 8]), "update", "came with shape (49, 8), the trainer's has "),
+    "another dtype": (
+        lambda b: _alter(b, 0, dtype="int32"),
+        "update",
+        "came as int32, the trainer holds it as ",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BUCKET_FAULTS)
+def test_buckets_that_are_not_what_was_sent_end_the_update(fault: str) -> None:
+    trainer = Trainer()
+    distort, phase, words = BUCKET_FAULTS[fault]
+    trainer.session.attempt("start")
+    for bucket in distort(trainer.bucket()):
+        trainer.session.attempt("receive", UpdateInfo(1, bucket=bucket))
+    failure = trainer.session.failure
+    assert failure is not None
+    assert (failure["phase"], failure["where"]) == (phase, "engine 3, worker 0")
+    assert words in failure["cause"]
+    trainer.session.attempt("finish")
+    assert trainer.session.state()["version"] is None
+    trainer.train(2)
+    trainer.update(2, bucket=trainer.bucket())
+    trainer.assert_synced(2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "phase", "words"),
+    [
+        ("none", "", ""),
+        ("a bit differs", "checksum", f"{EMBEDDING} arrived changed"),
+        ("one is missing", "update", f"1 of 15 tensors did not come, the first {EMBEDDING}"),
+        ("one is there twice", "update", f"{EMBEDDING} came twice"),
+        ("one is shorter", "update", f"{EMBEDDING} came with shape (49, 8)"),
+        ("one too many", "update", "old.weight came, which the trainer does not have"),
+        ("no checksums", "checksum", "no checksum came with "),
+    ],
+)
+def test_a_directory_that_is_not_what_was_written_ends_the_update(
+    tmp_path: Path, fault: str, phase: str, words: str
+) -> None:
+    trainer = Trainer()
+    tensors = {name: tensor.clone() for name, tensor in trainer.tensors.items()}
+    sums = {} if fault == "no checksums" else dict(zip(tensors, checksums(list(tensors.values())), strict=True))
+    if fault == "a bit differs":
+        tensors[EMBEDDING].view(torch.int32)[4, 4] ^= 4
+    elif fault == "one is missing":
+        del tensors[EMBEDDING]
+    elif fault == "one is there twice":
+        save_file({EMBEDDING: tensors[EMBEDDING]}, tmp_path / "again.safetensors")
+    elif fault == "one is shorter":
+        tensors[EMBEDDING] = tensors[EMBEDDING][:49]
+    elif fault == "one too many":
+        tensors["old.weight"] = torch.zeros(3)
+    save_file(tensors, tmp_path / "model.safetensors")
+    trainer.session.attempt("start")
+    trainer.session.attempt("receive", UpdateInfo(1, directory=str(tmp_path), sums=sums))
+    trainer.session.attempt("finish")
+    if fault == "none":
+        trainer.assert_synced(1)
+        return
+    failure = trainer.session.failure
+    assert failure is not None
+    assert (failure["phase"], failure["where"]) == (phase, "engine 3, worker 0")
+    assert words in failure["cause"]
+    assert trainer.session.state()["version"] is None
+
+
+def test_without_checks_no_checksums_are_needed() -> None:
+    trainer = Trainer(check="off")
+    trainer.update(1, bucket=trainer.bucket() | {"sums": {}})
+    trainer.assert_synced(1)
 
 
 def test_a_payload_without_this_workers_device_is_refused_with_those_it_has() -> None:

@@ -3,6 +3,7 @@ experts, padded vocabularies, layers that are packed after loading. And trainers
 
 from __future__ import annotations
 
+import os
 import re
 import weakref
 from collections.abc import Iterable, Mapping
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vime.weight_sync.arena import Stamp, allocate, node_name
+from vime.weight_sync.arena import Handle, Stamp, allocate, node_name
 from vime.weight_sync.boxes import Box, contiguous_strides, whole
 from vime.weight_sync.checksum import digest
 from vime.weight_sync.load_plan import LoadPlan, trace
@@ -49,6 +50,13 @@ def in_arena(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         out[name] = flat[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         end += sizes[name]
     return out
+
+
+def flip_bit(handle: Handle, byte: int) -> None:
+    """Change a byte of the memory behind a handle, which whoever opens it may only read."""
+    file = os.open(f"/proc/{handle['pid']}/fd/{handle['fd']}", os.O_RDWR)
+    os.pwrite(file, bytes([os.pread(file, 1, byte)[0] ^ 4]), byte)
+    os.close(file)
 
 
 def whole_map(tensors: Mapping[str, torch.Tensor], stamp: Stamp, rank: int = 0, node: str | None = None) -> ShardMap:

@@ -27,6 +27,7 @@ from vime.models.hf_config import read_json
 from vime.models.layout import ParallelLayout, Piece, checkpoint_tensors, pieces
 from vime.models.spec import ModelSpec
 from vime.observe.progress import Progress
+from vime.weight_sync.arrivals import checksums
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -105,6 +106,7 @@ def export_hf_weights(
     group: dist.ProcessGroup | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 1 << 30,
+    sums: dict[str, str] | None = None,
 ) -> None:
     """Write safetensors, their index, config and tokenizer to ``directory``; every rank of the trainer must call it.
 
@@ -116,6 +118,7 @@ def export_hf_weights(
         source_hf_dir: where config, tokenizer and generation settings are copied from.
         group: Gloo group of all ranks (default: the default group; unused in a world of one rank).
         dtype: of the written weights (default: the parameters').
+        sums: where the checksums are put of what this rank writes, as it was before it was written.
 
     Raises:
         DataError: on every rank, if any rank could not write; what was there before is untouched.
@@ -134,6 +137,8 @@ def export_hf_weights(
     with torch.no_grad(), ByteProgress("write HF weights", total) as progress:
         for shard, name in zip(shards, names, strict=True):
             tensors = _collect(shard, rank, named_params, spec, out_dtype, group)
+            if tensors is not None and sums is not None:
+                sums |= zip(tensors, checksums(list(tensors.values())), strict=True)
             if tensors is not None and problem is None:
                 # A full disk must not stop this rank from sending what others wait for: told at the end.
                 problem = _write(tensors, aside / name)

@@ -35,6 +35,7 @@ def main(family: str, tied: bool, tp: int, folder: str) -> dict[str, Any]:
     from tests.unit.weight_sync.toy import in_arena, whole_map
     from vime.backends.vllm_utils.plugin import BACKEND, WORKER_EXTENSION
     from vime.weight_sync.arena import Stamp, arena_of
+    from vime.weight_sync.arrivals import checksums
 
     # 500 tokens: vLLM pads the vocabulary to 512. Two heads of 32: vLLM's CPU attention has no heads of 16.
     over: dict[str, Any] = {"vocab_size": 500}
@@ -105,19 +106,23 @@ def main(family: str, tied: bool, tp: int, folder: str) -> dict[str, Any]:
     buffer = arena_of(next(iter(flat.values())))[0]
     listed = [[name, "float32", list(t.shape), arena_of(t)[1]] for name, t in flat.items()]
     llm.collective_rpc("vime_poison_weights", args=("",))
-    update(2, bucket={"handles": {"cpu-0": buffer.describe()}, "tensors": listed, "last": True})
+    sums = dict(zip(flat, checksums(list(flat.values())), strict=True))
+    update(2, bucket={"handles": {"cpu-0": buffer.describe()}, "tensors": listed, "sums": sums, "last": True})
     out["greedy b by buckets"] = answers() == by_transformers(b)
     out["planned equals bucketed"] = planned_b == digests()
 
-    # An update that fails in the middle of a bucket, and one that nobody finishes: then a whole one.
-    wrong = [["model.embed_tokens.weight", "float32", [500, 64], 0], ["model.norm.weight", "float32", [3], 0]]
-    update(3, bucket={"handles": {"cpu-0": buffer.describe()}, "tensors": wrong, "last": True})
+    # Updates that fail: a tensor has changed in a bucket, and one has not come. One that nobody finishes: then a whole
+    # one.
+    mixed = sums | {"model.norm.weight": "7"}
+    update(3, bucket={"handles": {"cpu-0": buffer.describe()}, "tensors": listed, "sums": mixed, "last": True})
+    out["changed failures"] = [state["failure"] for state in llm.collective_rpc("vime_weight_state", args=("",))]
+    update(3, bucket={"handles": {"cpu-0": buffer.describe()}, "tensors": listed[1:], "sums": sums, "last": True})
     out["failures"] = [state["failure"] for state in llm.collective_rpc("vime_weight_state", args=("",))]
     answer = llm.collective_rpc("vime_weight_state", args=("now",))
     out["in step"] = all(state["token"] == "now" for state in answer)
     llm.collective_rpc("vime_abort_weight_update", args=("",))
     llm.collective_rpc("start_weight_update")
-    half = {"handles": {"cpu-0": buffer.describe()}, "tensors": listed[:4], "last": False}
+    half = {"handles": {"cpu-0": buffer.describe()}, "tensors": listed[:4], "sums": sums, "last": False}
     llm.collective_rpc("update_weights", args=({"version": 3, "bucket": half},))
     llm.collective_rpc("vime_abort_weight_update", args=("",))
     for name, tensor in weights(a).items():

@@ -54,6 +54,9 @@ def test_both_paths_leave_what_vllm_itself_would_have_loaded(tmp_path: Path, fam
     assert out["changed"] > 10
     for failure in out["failures"]:
         assert failure["phase"] == "update"
-        assert "Attempted to load weight" in failure["cause"]
+        assert "tensors did not come, the first " in failure["cause"]
+    for failure in out["changed failures"]:
+        assert failure["phase"] == "checksum"
+        assert "model.norm.weight arrived changed" in failure["cause"]
     assert out["versions"] == [4] * tp
     assert out["left"] == [None] * tp

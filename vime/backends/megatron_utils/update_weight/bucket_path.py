@@ -47,8 +47,8 @@ def send_buckets(
             update.send({"version": version, "bucket": bucket})
         elif update.failure is None:
             with channels.sending(engine.address.index, payload, unsent) as how:
-                whole = {"tensors": bucket["tensors"], "last": bucket["last"], **how}
-                update.send({"version": version, "bucket": whole})
+                whole = {key: value for key, value in bucket.items() if key != "handles"}
+                update.send({"version": version, "bucket": whole | how})
                 update.abort()
 
     def send(bucket: dict[str, Any], payload: torch.Tensor) -> None:

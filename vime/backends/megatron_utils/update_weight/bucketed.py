@@ -21,6 +21,7 @@ from vime.backends.megatron_utils.update_weight.exchange import Exchange
 from vime.errors import WeightSyncError
 from vime.models.layout import Piece
 from vime.weight_sync.arena import arena_of, create_arena
+from vime.weight_sync.arrivals import checksums
 from vime.weight_sync.boxes import contiguous_strides
 from vime.weight_sync.shard_map import TensorInfo
 
@@ -71,6 +72,7 @@ class BucketStream:
         memory: where this rank's parameters are, whether it contributes any or none.
         total: adds buckets up over all ranks.
         slot: the exchange of this rank's slot; None where the slot is this rank alone, or it has none.
+        checks: whether a bucket brings the checksums of its tensors.
     """
 
     def __init__(
@@ -82,8 +84,9 @@ class BucketStream:
         memory: torch.device,
         total: BucketSum,
         slot: Exchange | None,
+        checks: bool,
     ) -> None:
-        self._buckets = list(buckets(tensors, capacity))
+        self._buckets, self._checks = list(buckets(tensors, capacity)), checks
         self.bytes = sum(end for _, end in self._buckets)
         self._device, self._sum, self._slot = device, total, slot
         size = max(end for _, end in self._buckets)
@@ -133,7 +136,11 @@ class BucketStream:
             failure = failure or problem
             if send is not None:
                 whole = message | {"last": number == len(self._buckets)}
-                attempt(lambda whole=whole, end=end: send(whole, self._shared.tensor[:end]))
+                attempt(
+                    lambda whole=whole, placed=placed, end=end: send(
+                        whole | self._sums(placed), self._shared.tensor[:end]
+                    )
+                )
         return failure
 
     def _with_failures(self, end: int, failed: bool) -> torch.Tensor:
@@ -153,10 +160,20 @@ class BucketStream:
     def _fill(self, placed: list[Placed], end: int) -> None:
         self._scratch[:end].zero_()
         for name, info, offset in placed:
-            flat = self._scratch[offset : offset + _num_bytes(info)].view(getattr(torch, info.dtype))
+            flat = self._flat(info, offset)
             whole = flat.as_strided(info.shape, contiguous_strides(info.shape), flat.storage_offset())
             for piece, param in self._pieces.get(name, ()):
                 whole[piece.slices].copy_(piece.view(param))
+
+    def _flat(self, info: TensorInfo, offset: int) -> torch.Tensor:
+        return self._scratch[offset : offset + _num_bytes(info)].view(getattr(torch, info.dtype))
+
+    def _sums(self, placed: list[Placed]) -> dict[str, dict[str, str]]:
+        """Of what was added up here: the worker has another copy of it, and on another GPU another sum."""
+        if not self._checks:
+            return {}
+        found = checksums([self._flat(info, offset) for _, info, offset in placed])
+        return {"sums": {name: value for (name, _, _), value in zip(placed, found, strict=True)}}
 
     def _agree(self, placed: list[Placed], failed: bool) -> tuple[dict[str, Any], WeightSyncError | None]:
         """The merged payload, a handle for every device of the slot and one list of tensors that all of them hold; or

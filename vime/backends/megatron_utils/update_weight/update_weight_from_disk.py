@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 from vime.backends.megatron_utils.hf_export import export_hf_weights
 from vime.backends.megatron_utils.update_weight.connected import Engine
@@ -21,6 +22,10 @@ class UpdateWeightFromDisk(UpdateWeightFromTensor):
     maps = False
     has_buckets = False
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sums: dict[str, str] = {}  # of all tensors in the directory
+
     def update_weights(self, version: int, only: list[int] | None = None) -> dict[str, float]:
         try:
             return super().update_weights(version, only)
@@ -36,7 +41,8 @@ class UpdateWeightFromDisk(UpdateWeightFromTensor):
         return Path(self.options.update_weight_disk_dir) / f"vime-{self._connection}-version-{version}"
 
     def _make_reachable(self, engines: list[Engine], version: int) -> None:
-        def export() -> None:
+        def export() -> dict[str, str]:
+            sums: dict[str, str] = {}
             export_hf_weights(
                 self._directory(version),
                 self._own.params,
@@ -44,11 +50,15 @@ class UpdateWeightFromDisk(UpdateWeightFromTensor):
                 self._layout,
                 self.rank,
                 source_hf_dir=self._config.checkpoint.hf_checkpoint,
+                sums=sums if self.options.check_weight_update != "off" else None,
             )
+            return sums
 
-        self._gather("ready", export)  # all ranks come to it, since all were ready, and agree on what fails in it
+        parts = self._gather("ready", export)  # all ranks come to it, since all were ready, and agree on what fails
+        self._sums = {name: value for part in parts for name, value in part.items()}
 
     def _begin(self, update: EngineUpdate, version: int, by_plan: set[int], by_bucket: set[int]) -> None:
         update.pause()
         update.start()
-        update.send({"version": version, "directory": str(self._directory(version).absolute())})
+        directory = str(self._directory(version).absolute())
+        update.send({"version": version, "directory": directory, "sums": self._sums})

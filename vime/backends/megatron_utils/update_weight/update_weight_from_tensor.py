@@ -386,6 +386,7 @@ class UpdateWeightFromTensor:
             self._own.memory,
             BucketSum(self._everybody, list(self._shards.ranks.values())),
             self._slots.get(mine) if mine is not None else None,  # none over a slot of one rank
+            self.options.check_weight_update != "off",
         )
 
     # ------------------------------------------------------------------ meeting

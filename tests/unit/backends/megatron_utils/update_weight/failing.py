@@ -83,6 +83,30 @@ def engine_faults(
     return out
 
 
+def bucket_faults(
+    rank: int, layout: ParallelLayout, addresses: list[EngineAddress], kinds: list[str]
+) -> dict[str, Any]:
+    """Per kind: an update by buckets whose second one does not reach the last engine as it was sent; and another."""
+    me = Rank(rank, layout, update_weight_transport="bucketed", update_weight_buffer_size=4096)
+    me.update.connect_rollout_engines(addresses)
+    out: dict[str, Any] = {}
+    for number, kind in enumerate(kinds):
+        if rank == 0:
+            fail_at(addresses[-1], "vime_update_weights", "pass", kind)
+        dist.barrier()
+        me.train(2 * number)
+        failed = attempt(me.update.update_weights, 2 * number)
+        dist.barrier()
+        versions = [_versions(address) for address in addresses] if rank == 0 else None
+        me.train(2 * number + 1)
+        again = attempt(me.update.update_weights, 2 * number + 1)
+        dist.barrier()
+        found = [digests(address) for address in addresses] if rank == 0 else None
+        out[kind] = {"failed": failed, "versions": versions, "again": again, "digests": found}
+        dist.barrier()
+    return out
+
+
 def delayed(rank: int, layout: ParallelLayout, addresses: list[EngineAddress]) -> dict[str, Any]:
     """Two engines take five seconds, in different phases, and before them a rank does; the deadline is later."""
     me = Rank(rank, layout)

@@ -152,6 +152,6 @@ def test_a_communicator_that_does_not_come_about(nccl: dict[str, Any], forming: 
 def test_a_rank_that_contributes_nothing_adds_up_where_its_parameters_are() -> None:
     info = {"w": TensorInfo((4,), "float32")}
     total = BucketSum(Meetings(), ranks(None))  # pyright: ignore[reportArgumentType]
-    stream = BucketStream(info, [], 1 << 10, "node/cuda/1", torch.device("meta"), total, None)
+    stream = BucketStream(info, [], 1 << 10, "node/cuda/1", torch.device("meta"), total, None, False)
     assert stream._scratch.device.type == "meta"  # stands in for a GPU: NCCL adds up nothing that is elsewhere
     stream.close()

@@ -56,6 +56,12 @@ CAUSES = {
     "one flipped bit that no checksum sees": "different bytes in 1 of ",
 }
 
+BUCKETS = {
+    "lost": ("update", " tensors did not come, the first model."),
+    "doubled": ("update", " came twice"),
+    "altered": ("checksum", " arrived changed: its checksum is "),
+}
+
 
 @pytest.fixture(scope="module")
 def ranks(engines: Callable[..., ToyEngine]) -> dict[str, list[dict[str, Any]]]:
@@ -71,6 +77,7 @@ def ranks(engines: Callable[..., ToyEngine]) -> dict[str, list[dict[str, Any]]]:
         ("left open", failing.left_open, lasting),
         ("left open, not cleared", failing.left_open, lasting | {"mutant": "nobody_clears_an_open_update"}),
         ("a rank raises", failing.a_rank_raises, lasting),
+        ("buckets", failing.bucket_faults, lasting | {"kinds": list(BUCKETS)}),
         ("no memory", failing.no_memory_for_buckets, lasting),
         *(
             (
@@ -104,6 +111,21 @@ def test_an_engines_failure_reaches_every_rank_and_the_next_update_succeeds(rank
     assert found[0]["others"] == expected_digests(version - (phase == "connect"), 1)
     if kind != "killed" and phase not in ("connect", "pause"):
         assert found[0]["paused"]  # it generates nothing meanwhile
+    for rank in found:
+        assert "error" not in rank["again"], rank["again"]
+    assert found[0]["digests"] == [expected_digests(version + 1, 1)] * 2
+
+
+@pytest.mark.parametrize("kind", BUCKETS)
+def test_a_bucket_that_is_not_what_was_sent_fails_its_engine_alone(ranks: dict[str, Any], kind: str) -> None:
+    phase, words = BUCKETS[kind]
+    found = [rank[kind] for rank in ranks["buckets"]]
+    errors = [rank["failed"]["error"] for rank in found]
+    assert errors[0] == errors[1]
+    assert (errors[0]["phase"], errors[0]["engines"]) == (phase, [1])
+    assert words in errors[0]["cause"]
+    version = 2 * list(BUCKETS).index(kind)
+    assert found[0]["versions"] == [[version], [None]]
     for rank in found:
         assert "error" not in rank["again"], rank["again"]
     assert found[0]["digests"] == [expected_digests(version + 1, 1)] * 2

@@ -9,7 +9,8 @@ An engine can be told to fail (:func:`fail_at`). Kinds of failure, of its next a
 * ``worker``: have the last worker raise in its step;
 * ``twice``: do it a second time as well;
 * ``flip``: change one bit of what the first copy has brought;
-* ``flip unseen``: the same, after the check.
+* ``flip unseen``: the same, after the check;
+* ``lost``, ``doubled``, ``altered``: of a bucket, that nothing comes of it, that it comes twice, or changed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from urllib.parse import urlparse
 
 import torch
 
-from tests.unit.weight_sync.toy import ToyModel, loaded, random_tensors
+from tests.unit.weight_sync.toy import ToyModel, flip_bit, loaded, random_tensors
 from vime.backends.megatron_utils.update_weight.update_weight_from_tensor import UpdateWeightFromTensor
 from vime.config import CheckpointOptions, Config, RolloutOptions, WeightSyncOptions
 from vime.models.layout import ParallelLayout, checkpoint_tensors, parameter_shapes, pieces
@@ -113,6 +114,13 @@ class _Server:
                 _flip_once(0)
             elif kind == "flip unseen":
                 _flip(self.models[0].direct()["model.norm.weight"])
+            elif kind == "lost":
+                return {"results": [{"failure": None, "token": body["args"][0]} for _ in self.sessions]}
+            elif kind == "doubled":
+                self._do(path, body)
+            elif kind == "altered":
+                for handle in body["args"][1]["bucket"]["handles"].values():
+                    flip_bit(handle, 5)
             elif kind.startswith("slow"):
                 time.sleep(float(kind.split()[1]))
             elif kind != "pass":
