@@ -11,6 +11,9 @@ reads; the slot leader sends one message with the handles of all the slot's devi
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -52,9 +55,31 @@ def _num_bytes(info: TensorInfo) -> int:
     return torch.Size(info.shape).numel() * getattr(torch, info.dtype).itemsize
 
 
-def _differs(mine: list[Any], theirs: list[Any]) -> bool:
-    """Whether two ranks of a slot would send different names, dtypes, shapes or places."""
+def _differs(mine: str, theirs: str) -> bool:
+    """Whether two ranks would send different names, dtypes, shapes or places: digests of their lists."""
     return mine != theirs
+
+
+def refuse_disagreement(stream: BucketStream, digests: Sequence[str], everybody: Exchange) -> None:
+    """All ranks must be about to send the same, bucket by bucket. Collective, and before anything is sent; ``digests``
+    are those of all ranks' streams. The lists themselves, which are long, travel only if they differ.
+
+    Raises:
+        WeightSyncError: they do; the same on every rank.
+    """
+    odd = [number for number, digest in enumerate(digests) if _differs(digests[0], digest)]
+    if not odd:
+        return
+    lists = everybody.gather(stream.listed, "ready")
+    first, other = lists[0], lists[odd[0]]
+    pairs = itertools.zip_longest(other, first)
+    theirs, mine = next((a or "nothing", b or "nothing") for a, b in pairs if a != b)
+    ranks = everybody.ranks
+    cause = (
+        f"its buckets differ from those of rank {ranks[0]}: {theirs} where that one has {mine} "
+        "(name, dtype, shape, byte in the bucket, bucket); all ranks must be built from the same checkpoint and flags"
+    )
+    raise WeightSyncError("ready", f"trainer rank {ranks[odd[0]]}", cause)
 
 
 class FailedElsewhere(WeightSyncError):
@@ -88,6 +113,12 @@ class BucketStream:
     ) -> None:
         self._buckets, self._checks = list(buckets(tensors, capacity)), checks
         self.bytes = sum(end for _, end in self._buckets)
+        self.listed = [
+            [name, info.dtype, list(info.shape), offset, number]
+            for number, (placed, _) in enumerate(self._buckets)
+            for name, info, offset in placed
+        ]
+        self.digest = hashlib.sha256(json.dumps(self.listed).encode()).hexdigest()
         self._device, self._sum, self._slot = device, total, slot
         size = max(end for _, end in self._buckets)
         self._scratch = torch.zeros(size + 4, dtype=torch.uint8, device=memory)  # a bucket, and a count of failures
@@ -112,8 +143,7 @@ class BucketStream:
         many of them have failed, so that nobody loads what one of them did not bring.
 
         Returns:
-            What went wrong, if anything: on this rank, on another one, or between those of the slot. From then on this
-            rank has sent nothing.
+            What went wrong, if anything, on this rank or on another one. From then on this rank has sent nothing.
 
         Raises:
             WeightSyncError: a rank did not come, to a sum or to its slot's meeting.
@@ -132,7 +162,7 @@ class BucketStream:
             attempt(lambda placed=placed, end=end: self._fill(placed, end))
             self._sum.add(self._with_failures(end, failure is not None))
             attempt(lambda end=end: self._share(end))
-            message, problem = self._agree(placed, failure is not None)
+            message, problem = self._merge(placed, failure is not None)
             failure = failure or problem
             if send is not None:
                 whole = message | {"last": number == len(self._buckets)}
@@ -175,20 +205,14 @@ class BucketStream:
         found = checksums([self._flat(info, offset) for _, info, offset in placed])
         return {"sums": {name: value for (name, _, _), value in zip(placed, found, strict=True)}}
 
-    def _agree(self, placed: list[Placed], failed: bool) -> tuple[dict[str, Any], WeightSyncError | None]:
-        """The merged payload, a handle for every device of the slot and one list of tensors that all of them hold; or
-        what the slot's ranks do not agree on."""
+    def _merge(self, placed: list[Placed], failed: bool) -> tuple[dict[str, Any], FailedElsewhere | None]:
+        """The merged payload, with a handle for every device of the slot, now that each of its ranks has the bucket
+        where its worker finds it; or that one of them has not."""
         tensors = [[name, info.dtype, list(info.shape), offset] for name, info, offset in placed]
-        mine = {"device": self._device, "handle": self._handle, "tensors": tensors, "failed": failed}
+        mine = {"device": self._device, "handle": self._handle, "failed": failed}
         parts = self._slot.gather(mine, "update") if self._slot is not None else [mine]
-        problem = None
-        for part in parts:
-            where = f"the rank on {part['device']}"
-            if part["failed"]:
-                problem = problem or FailedElsewhere("update", where, "has failed")
-            elif _differs(tensors, part["tensors"]):
-                wrong = next((a for a, b in zip(part["tensors"], tensors, strict=False) if a != b), "their number")
-                problem = problem or WeightSyncError("update", where, f"its bucket differs: {wrong}")
+        odd = next((part["device"] for part in parts if part["failed"]), None)
+        problem = FailedElsewhere("update", f"the rank on {odd}", "has failed") if odd is not None else None
         return {"handles": {part["device"]: part["handle"] for part in parts}, "tensors": tensors}, problem
 
     def close(self) -> None:

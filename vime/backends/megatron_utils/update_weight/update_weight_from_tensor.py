@@ -23,7 +23,7 @@ import torch
 
 from vime.backends.megatron_utils.update_weight.bucket_path import send_buckets
 from vime.backends.megatron_utils.update_weight.bucket_sum import BucketSum
-from vime.backends.megatron_utils.update_weight.bucketed import BucketStream
+from vime.backends.megatron_utils.update_weight.bucketed import BucketStream, refuse_disagreement
 from vime.backends.megatron_utils.update_weight.channels import Channels
 from vime.backends.megatron_utils.update_weight.connected import Engine, leader
 from vime.backends.megatron_utils.update_weight.engine_update import EngineUpdate, for_each
@@ -239,12 +239,14 @@ class UpdateWeightFromTensor:
         by_plan = {engine.address.index for engine in chosen if self._is_planned(engine)}
         by_bucket = {engine.address.index for engine in chosen if self._needs_buckets(engine)}
 
-        def ready() -> dict[str, Any] | None:
+        def ready() -> tuple[dict[str, Any] | None, str]:
             if by_bucket and self._stream is None:
                 self._stream = self._make_stream()  # now: if there is no memory for it, the others hear of it
-            return self._prepare(version)
+            return self._prepare(version), self._stream.digest if self._stream is not None else ""
 
-        handles = self._gather("ready", ready)
+        handles, digests = zip(*self._gather("ready", ready), strict=True)
+        if by_bucket and self._stream is not None:
+            refuse_disagreement(self._stream, digests, self._everybody)
         moved = {part["rank"]: part for part in handles if part is not None}
         assert self._shards is not None
         self._shards.ranks.update({rank: RankInfo(**part) for rank, part in moved.items()})

@@ -290,7 +290,7 @@ def _arrange(me: Rank, phase: str, leave: Callable[[], Any]) -> None:
     if phase == "update":
         engine_update.EngineUpdate.send = lambda *_: leave()  # type: ignore[method-assign]
     elif phase in ("bucket", "slot"):
-        name = {"bucket": "_fill", "slot": "_agree"}[phase]
+        name = {"bucket": "_fill", "slot": "_merge"}[phase]
         step, taken = getattr(bucketed.BucketStream, name), []
 
         def some(*args: Any) -> Any:

@@ -83,13 +83,13 @@ def group_for_every_slot(me: Rank) -> Undo:
 
 def barrier_in_the_loop(me: Rank) -> Undo:
     """S6."""
-    agree = bucketed.BucketStream._agree
+    merge = bucketed.BucketStream._merge
 
     def with_barrier(self: Any, placed: Any, failed: bool) -> Any:
         self._sum._everybody.gather(None, "sent")
-        return agree(self, placed, failed)
+        return merge(self, placed, failed)
 
-    return _replace(bucketed.BucketStream, "_agree", with_barrier)
+    return _replace(bucketed.BucketStream, "_merge", with_barrier)
 
 
 def buffer_filled_too_early(me: Rank) -> Undo:
@@ -104,7 +104,7 @@ def buffer_filled_too_early(me: Rank) -> Undo:
 
 
 def metadata_is_not_compared(me: Rank) -> Undo:
-    """S9: neither the names and shapes at connect, nor what a slot's ranks have in their buckets."""
+    """S9: neither the names and shapes at connect, nor what ranks have in their buckets."""
     undo = [
         _replace(shard_map, "metadata_digest", lambda shapes: "as everywhere"),
         _replace(bucketed, "_differs", lambda mine, theirs: False),
@@ -346,10 +346,15 @@ def disagreeing_rank(
     connected = attempt(lambda: me.update.connect_rollout_engines(addresses))
     out: dict[str, Any] = {"connect": connected}
     if "error" not in connected:
-        if rank == who and what == "dtypes":
-            tensors = me.update._shards.tensors  # type: ignore[union-attr]
-            first = next(iter(tensors))
-            tensors[first] = type(tensors[first])(tensors[first].shape, "int32")
+        tensors = me.update._shards.tensors  # type: ignore[union-attr]
+        first, last = next(iter(tensors)), next(reversed(tensors))
+        if rank == who and what in ("dtypes", "the last dtype"):
+            odd = first if what == "dtypes" else last
+            tensors[odd] = type(tensors[odd])(tensors[odd].shape, "int32")
+        elif rank == who and what == "one less":
+            del tensors[last]
+        elif rank == who and what == "another capacity":
+            me.update.options.update_weight_buffer_size *= 2
         out["update"] = attempt(lambda: me.update.update_weights(1))
     dist.barrier()
     out["calls"] = [calls(address) for address in addresses] if rank == 0 else None

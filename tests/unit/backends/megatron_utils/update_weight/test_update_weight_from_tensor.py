@@ -36,6 +36,12 @@ PLANNED = [
     *("/pause", "vime_start_weight_update", "vime_update_weights"),
     *("/finish_weight_update", "vime_weight_state", "/reset_prefix_cache", "/resume"),
 ]
+IN_BUCKETS = {  # where one rank's differ from the other's, though they agree on the checkpoint
+    "dtypes": "['model.embed_tokens.weight', 'int32', [50, 16], 0, 0] where that one has ['model.embed_tokens.",
+    "the last dtype": "['lm_head.weight', 'int32', ",
+    "one less": "nothing where that one has ['lm_head.weight', 'float32', ",
+    "another capacity": "3584, 0] where that one has ['model.layers.0.self_attn.q_proj.weight', ",
+}
 BUCKETED: dict[str, Any] = {"update_weight_transport": "bucketed", "check_weight_update": "off"}
 BUCKETED |= {"update_weight_buffer_size": 4096}
 
@@ -97,7 +103,7 @@ def two(engines: Callable[..., ToyEngine]) -> dict[str, list[dict[str, Any]]]:
         ("bucketed", sync, common | BUCKETED),
         ("leader_is_tp_rank_0", sync, common | BUCKETED | {"mutant": "leader_is_tp_rank_0"}),
         ("names", differ, common | {"what": "names"}),
-        ("dtypes", differ, common | {"what": "dtypes"}),
+        *[(what, differ, common | {"what": what, "update_weight_buffer_size": 4096}) for what in IN_BUCKETS],
         *[
             (f"{what} unseen", differ, common | {"what": what, "mutant": "metadata_is_not_compared"})
             for what in ("names", "dtypes")
@@ -341,21 +347,25 @@ def test_s9_ranks_that_disagree_are_refused_before_anything_is_written(two: dict
         assert rank["connect"]["error"]["where"] == "trainer rank 1"
         assert "names, order or shapes" in rank["connect"]["error"]["cause"]
     assert two["names"][0]["calls"] == [[]]
-    for rank in two["dtypes"]:
-        assert "error" not in rank["connect"], rank["connect"]
-        assert "its bucket differs" in rank["update"]["error"]["cause"]
-    assert "vime_update_weights" not in two["dtypes"][0]["calls"][0]
+    for what, words in IN_BUCKETS.items():
+        for rank in two[what]:
+            assert "error" not in rank["connect"], rank["connect"]
+            error = rank["update"]["error"]
+            assert (error["phase"], error["where"], error["engines"]) == ("ready", "trainer rank 1", [])
+            assert error["cause"].startswith("its buckets differ from those of rank 0: ")
+            assert words in error["cause"]
+        assert "vime_start_weight_update" not in two[what][0]["calls"][0]  # nor paused: it has what it had
     for what in ("names", "dtypes"):  # without the comparison it would be written
         assert "vime_update_weights" in two[f"{what} unseen"][0]["calls"][0]
 
 
 def test_s9_what_one_slot_disagrees_on_is_said_by_all(four: dict[str, Any]) -> None:
-    """Rank 3's first bucket differs from rank 2's. The other slot, whose ranks agree, hears of it with the next one."""
+    """Rank 3's list differs from rank 2's. The other slot, whose ranks agree, is sent nothing either."""
     errors = [rank["update"]["error"] for rank in four["dtypes"]]
     assert errors == [errors[0]] * 4
-    assert errors[0]["where"].startswith("the rank on ")
-    assert "its bucket differs" in errors[0]["cause"]
-    assert errors[0]["engines"] == [5, 7]
+    assert (errors[0]["where"], errors[0]["engines"]) == ("trainer rank 3", [])
+    assert "its buckets differ from those of rank 0" in errors[0]["cause"]
+    assert all("vime_start_weight_update" not in made for made in four["dtypes"][0]["calls"])
 
 
 @pytest.mark.parametrize("path", ["mixed", "mixed bucketed"])
