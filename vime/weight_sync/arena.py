@@ -1,7 +1,9 @@
 """Arenas: blocks of trainer memory that the workers of an engine map into their own address space.
 
 The trainer's parameters live in the arena itself, so a sync reads them where they are and nothing is copied to be
-sent. An arena is described by a small JSON-able *handle*; a process of the same user on the same node opens it.
+sent. An arena is described by a small JSON-able *handle*; a process of the same user on the same node opens it. A
+handle says its own checksum: a wrong one could map other memory, which then would be copied without a fault. (That the
+memory holds the version that was told, a rank's stamp says; that it was copied unchanged, the copy's checksums.)
 
 On a CPU an arena is a *memfd*: shared memory that has no name in any file system. Whoever knows the creator's pid and
 the descriptor's number opens it through ``/proc/PID/fd/N``; the kernel frees it when the last process that has it open
@@ -12,6 +14,8 @@ containers) does not matter.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import mmap
 import os
 import socket
@@ -36,6 +40,16 @@ class ArenaError(VimeError):
     """Memory that cannot be had, shared, opened or read."""
 
 
+def sealed(values: Handle) -> Handle:
+    """A handle of these values, with their checksum."""
+    return values | {"checksum": _checksum(values)}
+
+
+def _checksum(values: Handle) -> str:
+    kept = {key: value for key, value in values.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
 @dataclass(frozen=True, eq=False)
 class Arena:
     """A block of shared memory owned by this process. ``tensor`` is all of it, flat uint8."""
@@ -46,13 +60,15 @@ class Arena:
     def describe(self) -> Handle:
         """What another process needs for :func:`open_arena`."""
         status = os.fstat(self.fd)
-        return {
-            "kind": "memfd",
-            "pid": os.getpid(),
-            "fd": self.fd,
-            "inode": status.st_ino,  # a recycled pid or descriptor would show another one
-            "bytes": status.st_size,
-        }
+        return sealed(
+            {
+                "kind": "memfd",
+                "pid": os.getpid(),
+                "fd": self.fd,
+                "inode": status.st_ino,  # a recycled pid or descriptor would show another one
+                "bytes": status.st_size,
+            }
+        )
 
     def close(self) -> None:
         """Give up the descriptor: nobody can open the arena any more; mappings, ours included, stay until dropped."""
@@ -118,8 +134,13 @@ def open_arena(handle: Handle) -> torch.Tensor:
     """Map another process's arena, read-only: flat uint8, [bytes]. Dropping the tensor unmaps it.
 
     Raises:
-        ArenaError: the owner is gone, or this process may not look into it.
+        ArenaError: the handle is not what its owner has made, the owner is gone, or this process may not look into it.
     """
+    if handle.get("checksum") != _checksum(handle):
+        raise ArenaError(
+            f"the handle of the trainer's memory has changed on its way: its checksum is {_checksum(handle)}, it says "
+            f"{handle.get('checksum')}: {handle}"
+        )
     if handle.get("kind") == "cuda_ipc":
         from vime.weight_sync.arena_cuda import open_cuda_arena
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from vime.weight_sync.arena import ArenaError, Handle
+from vime.weight_sync.arena import ArenaError, Handle, sealed
 
 KIND = "cuda_ipc"
 # On an H200 a link that carries nothing for 50 ms sleeps, and takes 0.17 ms to wake: a tenth of a small model's copy.
@@ -53,14 +53,16 @@ class CudaArena:
                     "of expandable segments has no IPC handle. Start the trainer with "
                     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False (and PYTORCH_ALLOC_CONF likewise)"
                 )
-        return {
-            "kind": KIND,
-            "pid": os.getpid(),
-            "device": device_uuid(self.tensor.device),
-            "handle": bytes(handle.reserved).hex(),
-            "offset": address - int(base),
-            "bytes": self.tensor.nbytes,
-        }
+        return sealed(
+            {
+                "kind": KIND,
+                "pid": os.getpid(),
+                "device": device_uuid(self.tensor.device),
+                "handle": bytes(handle.reserved).hex(),
+                "offset": address - int(base),
+                "bytes": self.tensor.nbytes,
+            }
+        )
 
     def close(self) -> None:
         """Nothing to give up: the memory is shared as long as it is allocated."""

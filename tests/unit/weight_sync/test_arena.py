@@ -22,6 +22,7 @@ from vime.weight_sync.arena import (
     free_memory,
     node_name,
     open_arena,
+    sealed,
 )
 
 READER = """
@@ -90,9 +91,22 @@ def test_a_recycled_descriptor_is_noticed() -> None:
     handle = arena.describe()
     assert open_arena(handle).numel() == 4096
     with pytest.raises(ArenaError, match="no longer the arena it was"):
-        open_arena(handle | {"inode": handle["inode"] + 1})
+        open_arena(sealed(handle | {"inode": handle["inode"] + 1}))
     with pytest.raises(ArenaError, match="unknown kind 'cuda'"):
-        open_arena({"kind": "cuda"})
+        open_arena(sealed({"kind": "cuda"}))
+    arena.close()
+
+
+@pytest.mark.parametrize("key", ["kind", "pid", "fd", "inode", "bytes", "checksum"])
+def test_a_handle_that_changes_on_its_way_is_refused(key: str) -> None:
+    arena = create_arena(1)
+    handle = json.loads(json.dumps(arena.describe()))
+    assert open_arena(handle).numel() == 4096
+    value = handle[key]
+    with pytest.raises(ArenaError, match=r"has changed on its way: its checksum is [0-9a-f]{16}, it says "):
+        open_arena(handle | {key: value + 1 if isinstance(value, int) else f"{value}0"})
+    with pytest.raises(ArenaError, match="has changed on its way"):
+        open_arena({other: handle[other] for other in handle if other != key})
     arena.close()
 
 

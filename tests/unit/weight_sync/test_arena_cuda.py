@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from vime.weight_sync import arena_cuda
-from vime.weight_sync.arena import ArenaError, open_arena
+from vime.weight_sync.arena import ArenaError, open_arena, sealed
 from vime.weight_sync.arena_cuda import cuda_arena_of
 
 ALLOCATION = 1 << 20  # what the driver gives out; torch's allocator puts several storages into it
@@ -160,7 +160,7 @@ def test_a_trainer_that_is_gone_is_named_and_the_error_does_not_come_up_again(dr
     handle = cuda_arena_of(driver.tensor(torch.uint8, 512, 0))[0].describe()
     driver.error = Error(1)
     with pytest.raises(ArenaError) as raised:
-        open_arena(handle | {"pid": 4711})
+        open_arena(sealed(handle | {"pid": 4711}))
     assert "cannot map the trainer's memory on GPU-0123-abcd (cudaErrorInvalidValue)" in str(raised.value)
     assert "(process 4711) must be alive, on this node, of the same user" in str(raised.value)
     assert driver.errors_taken == 1

@@ -26,7 +26,7 @@ from tests.unit.weight_sync.toy import (
 )
 from vime.errors import WeightSyncError
 from vime.weight_sync import copy_cpu, receiver, remote
-from vime.weight_sync.arena import ArenaError, Stamp, arena_of, create_arena, node_name
+from vime.weight_sync.arena import ArenaError, Stamp, arena_of, create_arena, node_name, sealed
 from vime.weight_sync.arrivals import checksums
 from vime.weight_sync.session import InitInfo, Session, UpdateInfo
 
@@ -528,7 +528,7 @@ def test_before_connecting_nothing_works() -> None:
 def test_a_dead_trainer_is_said_at_connect() -> None:
     trainer = Trainer()
     shards = trainer.info.shards
-    shards["ranks"][0]["stamp"] = shards["ranks"][0]["stamp"] | {"pid": 2**22 - 3}
+    shards["ranks"][0]["stamp"] = sealed(shards["ranks"][0]["stamp"] | {"pid": 2**22 - 3})
     with pytest.raises(ArenaError, match="must be alive"):
         trainer.session.connect(replace(trainer.info, shards=shards))
 
