@@ -5,6 +5,9 @@ but whoever waits in it for a rank that has died waits without end. So the ranks
 names whoever is dead or late; and nothing of NCCL's is waited for but by looking whether it is done, whether every rank
 of this node lives, and at the clock. (A rank of another node that dies in the millisecond of a sum may make NCCL's
 watchdog end this process: that was never tried.)
+
+That meeting is not one at which ranks say that they have sent: none stands in the loop over buckets (S6). It asks who
+is about to add up, and nobody waits in it who would not wait in the sum itself, which needs all ranks.
 """
 
 from __future__ import annotations

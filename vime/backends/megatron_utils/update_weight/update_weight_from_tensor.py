@@ -3,8 +3,9 @@ on another node is sent (channels.py); engines that reach nothing are sent every
 
 Every trainer rank has one and calls its methods together with the others. In an update by plan all ranks meet at two
 points only: before the first byte is read, when every rank's weights are final, and after the last engine has
-confirmed, when the memory may be changed again. Between them only slot leaders act. (The bucketed path, which needs all
-ranks to assemble tensors, has its sums in between; no rank waits there for an engine that it does not lead.)
+confirmed, when the memory may be changed again. Between them only slot leaders act. The bucketed path needs all ranks
+to assemble tensors: it has a sum of each bucket in between, to which a leader comes when its engines have taken the
+bucket before. There all ranks wait for the slowest engine; that all have sent is said after the last bucket alone.
 
 A failure anywhere travels to the next meeting as a value, so that all ranks raise the same WeightSyncError; a rank that
 does not come to a meeting is noticed by its deadline.
