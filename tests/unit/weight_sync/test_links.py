@@ -11,7 +11,7 @@ from tests.unit.weight_sync.toy import ToyModel, Whole, in_arena, loaded, random
 from vime.backends.megatron_utils.update_weight.summary import engine_stats
 from vime.errors import WeightSyncError
 from vime.weight_sync import receiver, session
-from vime.weight_sync.arena import Stamp, create_arena, node_name
+from vime.weight_sync.arena import Stamp, create_arena, node_name, sealed
 from vime.weight_sync.arena_cuda import wake_links
 from vime.weight_sync.boxes import contiguous_strides, whole
 from vime.weight_sync.copy_cpu import CpuCopier
@@ -45,7 +45,7 @@ class Trainer:
             params = {(0, name): self.tensors[name] for name in names}
             info, places = place(rank, node_name(), f"gpu-{rank}", params, stamp)
             for handle in info.arenas:
-                handle["device"] = f"GPU-{rank}"
+                handle |= sealed(handle | {"device": f"GPU-{rank}"})
             pieces = [Whole(name, whole(SHAPES[name]), contiguous_strides(SHAPES[name])) for name in names]
             parts.append(describe_rank(info, places, SHAPES, pieces, params))
         self.shards: ShardMap = merge(parts, SHAPES)
