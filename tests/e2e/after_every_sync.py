@@ -58,7 +58,7 @@ def main() -> None:
             directory = folder / str(rollout_id)
             run.trainer.save_hf(directory)
             expected = transformers_answers(directory)
-            for address in run.serving.addresses:
+            for address in run.serving.ready():
                 assert asyncio.run(engine_answers(address)) == expected, f"engine {address.index}, version {rollout_id}"
             seen.append(expected)
             if rollout_id < run.num_rollout:

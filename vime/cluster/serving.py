@@ -33,15 +33,23 @@ class Serving:
         # Two engines may be found dead by two requests at once; and whoever gave up waiting for a replacement has not
         # ended it.
         self._repairing = threading.RLock()
+        self._failure: BaseException | None = None  # of a replacement, for which nobody may have waited
         cluster = config.cluster
         offload = cluster.offload or cluster.colocate
         self._engines_sleep = offload if cluster.offload_rollout is None else cluster.offload_rollout
         # On a CPU nothing would be gained: both sides use the same memory.
         self._trainer_moves = offload and device == "cuda" if cluster.offload_train is None else cluster.offload_train
 
-    @property
-    def addresses(self) -> list[EngineAddress]:
-        return self._engines.addresses
+    def ready(self) -> list[EngineAddress]:
+        """Addresses of all engines, all with the current weights: those of one that is being replaced have to be waited
+        for, which may take minutes. (A new engine answers from its first moment on, with the weights it started with.)
+
+        Raises:
+            EngineError, WeightSyncError: one could not be replaced.
+        """
+        with self._repairing:
+            self._tell_failure()
+            return self._engines.addresses
 
     def start(self, version: int) -> dict[str, float]:
         """Connect all engines and give them their first weights."""
@@ -62,15 +70,25 @@ class Serving:
     def to_engines(self, version: int) -> dict[str, float]:
         """The trainer has learned; the engines get the GPUs and the new weights. Returns the sync's measurements."""
         with self._repairing:
+            self._tell_failure()
             if self._trainer_moves:
                 self._trainer.offload()
             self._replace_dead()
-            if self._engines_sleep:
-                self._engines.wake("weights")
-            measured = self.update_weights(version)
-            if self._engines_sleep:
-                self._engines.wake("kv_cache")
-            return measured
+            while True:
+                try:
+                    return self._wake_with(version)
+                except EngineError:
+                    if not self._replace_dead(suspects=[address.index for address in self._engines.addresses]):
+                        raise
+
+    def _wake_with(self, version: int) -> dict[str, float]:
+        """Nothing is asked of an engine that is awake already, of an earlier attempt, but to take the weights again."""
+        if self._engines_sleep:
+            self._engines.wake("weights")
+        measured = self.update_weights(version)
+        if self._engines_sleep:
+            self._engines.wake("kv_cache")
+        return measured
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Bring the trainer's weights into every engine. An engine that dies meanwhile is replaced and all start again.
@@ -96,9 +114,19 @@ class Serving:
         Returns its address, a new one if it was replaced. The other engines go on serving.
         """
         with self._repairing:
-            if index in self._engines.dead():
-                self._catch_up(self._replace_dead())
+            self._tell_failure()
+            try:
+                if index in self._engines.dead():
+                    self._catch_up(self._replace_dead())
+            except BaseException as error:
+                self._failure = error
+                raise
             return next(address for address in self._engines.addresses if address.index == index)
+
+    def _tell_failure(self) -> None:
+        """Raise what a replacement has failed of: an engine may be missing, or have other weights than the rest."""
+        if self._failure is not None:
+            raise self._failure
 
     def _catch_up(self, new: set[int]) -> None:
         """Bring the current weights into engines that were replaced, and into those that must be meanwhile."""

@@ -29,8 +29,9 @@ T = TypeVar("T")
 class Engines(Protocol):
     """Who serves (:class:`vime.cluster.serving.Serving`)."""
 
-    @property
-    def addresses(self) -> list[EngineAddress]: ...
+    def ready(self) -> list[EngineAddress]:
+        """Addresses of all engines, once every one has the current weights. May block for minutes."""
+        ...
 
     def recover(self, index: int) -> EngineAddress:
         """Replace engine ``index`` if it has died; its address, a new one if it was replaced. May block for minutes."""
@@ -69,8 +70,9 @@ class Round:
 
     async def __aenter__(self) -> Round:
         options, engines = self._config.rollout, self._setting.engines
+        self._addresses = await in_thread(engines.ready)
         self._pool = EnginePool(
-            [self._client(address) for address in engines.addresses],
+            [self._client(address) for address in self._addresses],
             self._recover,
             concurrency=options.server_concurrency,
             timeout=options.request_timeout,
@@ -100,7 +102,7 @@ class Round:
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            engines = ", ".join(address.url for address in self._setting.engines.addresses)
+            engines = ", ".join(address.url for address in self._addresses)
             raise VimeError(
                 f"{what}: {self._answered} of {self._progress.total} answers within --rollout-timeout {seconds:g} s; "
                 f"gave up waiting for the rest from {engines}"

@@ -45,7 +45,8 @@ class _Engine:
 
 
 class EnginePool:
-    """Bounded, retried requests to several engines. Belongs to one event loop.
+    """Bounded, retried requests to several engines. They are made in the event loop that this was made in; whoever asks
+    may be in another one, as a user's own generate function is.
 
     Args:
         clients: one per engine.
@@ -71,7 +72,7 @@ class EnginePool:
             raise ValueError("no engines")
         self._engines = [_Engine(client) for client in clients]
         self._recover, self._concurrency, self._timeout, self._retries = recover, concurrency, timeout, retries
-        self._changed = asyncio.Condition()
+        self._changed, self._loop = asyncio.Condition(), asyncio.get_running_loop()
         self._fatal: BaseException | None = None
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, request_id: str) -> Generation:
@@ -80,6 +81,12 @@ class EnginePool:
         Raises:
             EngineError: refused, failed more than ``retries`` times, or an engine that could not be replaced.
         """
+        asked = self._ask(token_ids, sampling, request_id)
+        if asyncio.get_running_loop() is self._loop:
+            return await asked
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, self._loop))
+
+    async def _ask(self, token_ids: Sequence[int], sampling: SamplingParams, request_id: str) -> Generation:
         failures, cause, pause, last = 0, "", _FIRST_PAUSE, None
         for attempt in itertools.count():
             engine = await self._acquire(avoid=last)

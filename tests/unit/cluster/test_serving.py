@@ -190,6 +190,94 @@ def test_nothing_is_done_while_a_replacement_that_nobody_waits_for_goes_on(engin
     assert [digests(address) for address in engines.addresses] == [expected_digests(1, 1)] * 2
 
 
+def test_s11_nobody_is_given_the_address_of_an_engine_that_is_still_being_replaced(engines: Engines) -> None:
+    """The round whose request found the engine dead is over, the next one asks which engines there are."""
+    served, trainer = serving(engines)
+    trainer.rank.train(5)
+    served.start(5)
+    kill(engines, 1)
+    update, begun, go_on, order = trainer.update_weights, threading.Event(), threading.Event(), []
+
+    def update_slowly(version: int, only: list[int] | None = None) -> dict[str, float]:
+        begun.set()  # the new engine runs, and has the weights it started with
+        assert go_on.wait(60)
+        measured = update(version, only)
+        order.append("synced")
+        return measured
+
+    trainer.update_weights = update_slowly
+    recovering = threading.Thread(target=served.recover, args=(1,))
+    recovering.start()
+    assert begun.wait(60)
+
+    def next_round() -> None:
+        order.append(served.ready())
+
+    asking = threading.Thread(target=next_round)
+    asking.start()
+    asking.join(0.5)  # with another rule it has the addresses by then
+    go_on.set()
+    recovering.join(60)
+    asking.join(60)
+    assert order == ["synced", engines.addresses]
+    assert digests(engines.addresses[1]) == expected_digests(5, 1)
+
+
+def test_a_replacement_that_failed_unseen_is_told_to_whoever_needs_the_engines_next(engines: Engines) -> None:
+    """Else they would go on with fewer engines, or with one that has other weights."""
+    served, _ = serving(engines)
+    served.start(0)
+    kill(engines, 1)
+    replace = engines.replace
+
+    def replace_by_one_that_refuses(index: int, cause: str) -> None:
+        replace(index, cause)
+        fail_at(engines.addresses[index], "vime_update_weights", "no")
+
+    engines.replace = replace_by_one_that_refuses
+    with pytest.raises(WeightSyncError) as caught:
+        served.recover(1)
+    for use in (served.ready, lambda: served.recover(0), lambda: served.to_engines(1)):
+        with pytest.raises(WeightSyncError) as again:
+            use()
+        assert again.value is caught.value
+
+
+@pytest.mark.parametrize("tag", ["weights", "kv_cache"])
+def test_an_engine_that_dies_of_being_woken_is_replaced(engines: Engines, tag: str) -> None:
+    served, trainer = serving(engines)
+    served.start(0)
+    served._engines_sleep = True
+    woken: list[str] = []
+
+    def wake(now: str) -> None:
+        woken.append(now)
+        if now == tag and not engines.replaced:
+            engines.running[1].stop()
+            raise EngineError("engine 1: nobody answers", unreachable=True)
+
+    engines.wake = wake  # type: ignore[attr-defined]
+    trainer.rank.train(1)
+    served.to_engines(1)
+    assert engines.replaced == [1]
+    assert woken[-2:] == ["weights", "kv_cache"]
+    assert [digests(address) for address in engines.addresses] == [expected_digests(1, 1)] * 2
+
+
+def test_an_engine_that_lives_and_does_not_wake_ends_the_run(engines: Engines) -> None:
+    served, _ = serving(engines)
+    served.start(0)
+    served._engines_sleep = True
+
+    def wake(tag: str) -> None:
+        raise EngineError("engine 1 does not wake")
+
+    engines.wake = wake  # type: ignore[attr-defined]
+    with pytest.raises(EngineError, match="engine 1 does not wake"):
+        served.to_engines(1)
+    assert engines.replaced == []
+
+
 @pytest.mark.parametrize("forgotten", ["connect", "update_weights"])
 def test_s11_wrong_rules_are_seen(engines: Engines, monkeypatch: pytest.MonkeyPatch, forgotten: str) -> None:
     """A replaced engine that is not connected, or not synced, before its address is given away."""

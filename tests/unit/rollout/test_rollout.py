@@ -47,8 +47,7 @@ class Served:
         self.recovered: list[int] = []
         self.before_recovery = lambda: None
 
-    @property
-    def addresses(self) -> list[EngineAddress]:
+    def ready(self) -> list[EngineAddress]:
         return [engine.address for engine in self.engines]
 
     def recover(self, index: int) -> EngineAddress:
@@ -203,8 +202,7 @@ def test_an_engine_that_was_replaced_before_it_was_missed_is_found(make, serve):
     class Replaced(Served):
         asked = 0
 
-        @property
-        def addresses(self) -> list[EngineAddress]:
+        def ready(self) -> list[EngineAddress]:
             self.asked += 1
             return [engine.address for engine in (old if self.asked == 1 else self.engines)]
 
@@ -313,6 +311,30 @@ def test_custom_generate_function(make, serve, functions, tokenizer):
     assert all(0 in sample.loss_mask and sample.reward is not None for sample in samples)
     last = number(request_seed(42, "train", 5, 1), 3)
     assert samples[5].response.endswith(rf"tool says 5 I say \boxed{{{last}}}")
+
+
+def test_custom_generate_functions_loop_does_not_get_what_the_rounds_engines_need(make, serve, functions):
+    """It has a loop of its own; an engine's replacement, which outlasts the answers here, ends with the round's."""
+
+    async def one_turn(config, sample, client):
+        first = await client.generate(sample.prompt_tokens)
+        sample.response_tokens, sample.log_probs = first.token_ids, first.log_probs
+        return sample
+
+    functions.one_turn = one_turn
+    plain = [sample.response_tokens for sample in make(serve(2)).generate(0)]
+    engines, begun, go_on = serve(2), threading.Event(), threading.Event()
+    engines.engines[0].stop()
+
+    def outlast() -> None:
+        begun.set()
+        assert go_on.wait(60)
+
+    engines.before_recovery = outlast
+    samples = make(engines, custom_generate_function_path="my_rollout.one_turn").generate(0)
+    assert [sample.response_tokens for sample in samples] == plain
+    assert begun.is_set()
+    go_on.set()
 
 
 def test_custom_generate_function_that_does_not_fit_together(make, serve, functions):

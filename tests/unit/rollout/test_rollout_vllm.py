@@ -13,10 +13,13 @@ from vime.types import EngineAddress, Status
 
 class Served:
     def __init__(self, engine: TinyEngine) -> None:
-        self.addresses = [EngineAddress(0, engine.url, 1, None)]
+        self._addresses = [EngineAddress(0, engine.url, 1, None)]
+
+    def ready(self) -> list[EngineAddress]:
+        return self._addresses
 
     def recover(self, index: int) -> EngineAddress:
-        return self.addresses[index]
+        return self._addresses[index]
 
 
 def test_a_run_is_reproducible_bit_for_bit_and_can_be_continued(engine: TinyEngine, tmp_path):
