@@ -51,7 +51,7 @@ class RolloutOptions:
         1800.0, "seconds one answer may take before it is asked for again", above=0, maximum=LONGEST
     )
     request_retries: int = option(3, "times one answer is asked for again", minimum=0)
-    server_concurrency: int = option(256, "requests at once per engine", minimum=1)
+    server_concurrency: int = option(512, "requests at once per engine", minimum=1)
     engine_start_timeout: float = option(600.0, "seconds an engine may take to start", above=0, maximum=LONGEST)
     engine_restarts: int = option(3, "engines that may be replaced in one run", minimum=0)
     custom_generate_function_path: str | None = option(

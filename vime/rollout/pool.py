@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -72,7 +73,10 @@ class EnginePool:
             raise ValueError("no engines")
         self._engines = [_Engine(client) for client in clients]
         self._recover, self._concurrency, self._timeout, self._retries = recover, concurrency, timeout, retries
-        self._changed, self._loop = asyncio.Condition(), asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
+        # Who waits for room, in the order of asking, and the engine each would rather not have again. One is woken per
+        # place that gets free: thousands may wait, and to wake them all each time is work of the square of that.
+        self._waiting: deque[tuple[asyncio.Future[_Engine], _Engine | None]] = deque()
         self._fatal: BaseException | None = None
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, request_id: str) -> Generation:
@@ -104,7 +108,7 @@ class EnginePool:
                 if not error.retryable:
                     raise
             finally:
-                await self._release(engine)
+                self._release(engine)
             last = engine
             if error is not None and await self._look_after(engine, age, error):
                 pause = _FIRST_PAUSE
@@ -126,23 +130,41 @@ class EnginePool:
 
     async def _acquire(self, avoid: _Engine | None) -> _Engine:
         """Wait for room at an engine that serves; ``avoid`` is taken only if it is the only one that does."""
-        async with self._changed:
-            while True:
-                if self._fatal is not None:
-                    raise self._fatal
-                serving = [engine for engine in self._engines if engine.recovery is None]
-                others = [engine for engine in serving if engine is not avoid] or serving
-                free = [engine for engine in others if engine.load < self._concurrency]
-                if free:
-                    chosen = min(free, key=lambda engine: engine.load)
-                    chosen.load += 1
-                    return chosen
-                await self._changed.wait()
+        if self._fatal is not None:
+            raise self._fatal
+        place: asyncio.Future[_Engine] = self._loop.create_future()
+        self._waiting.append((place, avoid))
+        self._give_room()
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if not place.cancelled() and place.exception() is None:  # it was given in the same turn of the loop
+                self._release(place.result())
+            raise
 
-    async def _release(self, engine: _Engine) -> None:
-        async with self._changed:
-            engine.load -= 1
-            self._changed.notify_all()
+    def _release(self, engine: _Engine) -> None:
+        engine.load -= 1
+        self._give_room()
+
+    def _give_room(self) -> None:
+        """Wake those who wait, first come first served, as far as there is room; all of them after a fatal error."""
+        serving = [engine for engine in self._engines if engine.recovery is None]
+        passed_over: list[tuple[asyncio.Future[_Engine], _Engine | None]] = []
+        while self._waiting and (self._fatal or any(engine.load < self._concurrency for engine in serving)):
+            place, avoid = self._waiting.popleft()
+            if place.done():  # cancelled
+                continue
+            if self._fatal is not None:
+                place.set_exception(self._fatal)
+                continue
+            others = [engine for engine in serving if engine is not avoid] or serving
+            chosen = min(others, key=lambda engine: engine.load)
+            if chosen.load < self._concurrency:
+                chosen.load += 1
+                place.set_result(chosen)
+            else:
+                passed_over.append((place, avoid))
+        self._waiting.extendleft(reversed(passed_over))
 
     async def _look_after(self, engine: _Engine, age: int, error: EngineError) -> bool:
         """After a failure: replace the engine if it is gone. True: it was replaced since the request was sent."""
@@ -155,6 +177,7 @@ class EnginePool:
                 return False
             if engine.age == age and engine.recovery is None:
                 engine.recovery = asyncio.create_task(self._replace(engine))
+                self._give_room()  # who avoids an engine takes it once it is the only one
         if engine.recovery is not None and all(other.recovery is not None for other in self._engines):
             await asyncio.wait([engine.recovery])  # nobody else can answer meanwhile
         return engine.age != age
@@ -177,6 +200,5 @@ class EnginePool:
                 await engine.client.close()
                 engine.client, engine.age = client, engine.age + 1
         finally:
-            async with self._changed:
-                engine.recovery = None
-                self._changed.notify_all()
+            engine.recovery = None
+            self._give_room()

@@ -34,6 +34,7 @@ class FaultyEngine:
         self.speak, self.index, self.delay = speak, index, delay
         self.faults: list[str] = []
         self.requests: list[dict[str, Any]] = []
+        self.connections: list[Any] = []  # one per request, the same again where a connection was
         self.active = self.most_active = self.disconnected = 0
         self.killed = False
         self.answered = threading.Event()
@@ -86,6 +87,7 @@ class FaultyEngine:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
+        self.connections.append(request.transport)
         self.active += 1
         self.most_active = max(self.most_active, self.active)
         try:

@@ -260,6 +260,15 @@ def test_concurrency_is_bounded(make, serve):
     assert [engine.most_active for engine in engines.engines] == [2, 2]
 
 
+def test_requests_use_connections_again(make, serve):
+    """To open one for each takes more of the controller's time than all else about a short answer."""
+    engines = serve(1)
+    make(engines, server_concurrency=2).generate(0)
+    connections = engines.engines[0].connections
+    assert len(connections) == 12
+    assert len(set(map(id, connections))) == 2
+
+
 def test_context_limits_the_answer(make, serve, tokenizer):
     engines = serve()
     length = len(tokenizer.encode("question 0"))

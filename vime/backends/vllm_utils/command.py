@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vime.backends.vllm_utils.plugin import BACKEND, WORKER_EXTENSION
+from vime.backends.vllm_utils.protocol import SERVER_KEEPS_IDLE
 from vime.backends.vllm_utils.weight_guard import MIDDLEWARE
 from vime.config import Config
 from vime.errors import ConfigError
@@ -176,6 +177,7 @@ def engine_environment(device: str, gpu_ids: Sequence[int | str], size: int) -> 
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the launcher's parent watch starts in every spawned process
         "VLLM_HOST_IP": "127.0.0.1",  # rendezvous of the workers: all on this machine
         "GLOO_SOCKET_IFNAME": "lo",  # and what they say to each other; channels to a trainer name their address
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEPS_IDLE),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",  # the checkpoint is a directory

@@ -10,7 +10,13 @@ from typing import Any
 import aiohttp
 
 from vime.backends.vllm_utils.command import MODEL_NAME
-from vime.backends.vllm_utils.protocol import CONNECT_TIMEOUT, engine_error, error_message, parse_weight_version
+from vime.backends.vllm_utils.protocol import (
+    CLIENT_KEEPS_IDLE,
+    CONNECT_TIMEOUT,
+    engine_error,
+    error_message,
+    parse_weight_version,
+)
 from vime.backends.vllm_utils.sampling import SamplingParams
 from vime.errors import EngineError
 
@@ -133,12 +139,13 @@ class AsyncEngineClient:
 
 
 def new_session() -> aiohttp.ClientSession:
-    """Connections for any number of requests and engines.
+    """Connections for any number of requests and engines, each used for one after the other.
 
-    None is used twice: vLLM's server closes them after errors and when idle for 5 s, and a request that meets a closing
-    one takes the engine for dead. Opening one costs nothing beside an answer.
+    An idle one is closed here long before vLLM's server would: a request that meets a closing connection takes the
+    engine for dead, and asks. (After an error that the server closes for, its answer says so.)
     """
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True), trust_env=False)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=CLIENT_KEEPS_IDLE)
+    return aiohttp.ClientSession(connector=connector, trust_env=False)
 
 
 def parse_generation(reply: Any, max_tokens: int) -> Generation:

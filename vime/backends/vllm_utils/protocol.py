@@ -7,6 +7,9 @@ import json
 from vime.errors import EngineError
 
 CONNECT_TIMEOUT = 5.0  # seconds; the engine is on this machine or next to it
+# Seconds that a connection may be idle. The server's is vLLM's VLLM_HTTP_TIMEOUT_KEEP_ALIVE (its default is 5), and is
+# so much longer because a server that is busy for a while would close connections that a request is on its way through.
+CLIENT_KEEPS_IDLE, SERVER_KEEPS_IDLE = 10.0, 120
 LOADED_AT_START = -1  # weight version of an engine that still has the weights it was started with
 # What vLLM says of a call when a worker has died; its /health goes on for some seconds, until all its processes ended.
 WORKER_DIED = "Executor failed."

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from vime.backends.megatron_utils.packing import MicroBatch, pack, padded_length, rotate, row_length
+from vime.backends.megatron_utils.packing import MicroBatch, Rotary, pack, padded_length, rotate, row_length
 
 TOKENS = [[11, 12, 13, 14, 15], [21, 22, 23], [31, 32, 33, 34, 35, 36, 37]]
 RESPONSES = [2, 1, 6]
@@ -94,9 +94,12 @@ def test_segments_pair_each_query_with_all_keys_up_to_it(cp: int) -> None:
 
 def test_rotation_keeps_lengths_and_turns_by_position() -> None:
     x = torch.randn(5, 2, 8, generator=torch.Generator().manual_seed(0))
+    batch = pack([0], [[3, 4, 5, 6, 7]], [2], [0], length=5, cp=1, cp_rank=0, device=torch.device("cpu"))
+    Rotary(8, 10.0**4, torch.device("cpu")).fill(batch, torch.float32)
+    assert batch.packing.cos is not None
+    assert batch.packing.sin is not None
+    turned = rotate(x, batch.packing.cos, batch.packing.sin)
     angles = torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])
-    angles = torch.cat([angles, angles], -1)[:, None]
-    turned = rotate(x, angles.cos(), angles.sin())
-    pairs, expected = torch.complex(x[..., :4], x[..., 4:]), torch.polar(torch.ones(5, 1, 4), angles[..., :4])
+    pairs, expected = torch.complex(x[..., :4], x[..., 4:]), torch.polar(torch.ones(5, 1, 4), angles[:, None])
     product = pairs * expected
     torch.testing.assert_close(turned, torch.cat([product.real, product.imag], -1))
