@@ -53,14 +53,21 @@ def test_trainer_rank_is_killed(uninterrupted: tuple[dict[str, str], Finished], 
     assert "Traceback" not in done.output
 
 
-@pytest.mark.parametrize("victim", ["vllm_utils.launcher", "ray::EngineHost"])
+@pytest.mark.parametrize(
+    ("victim", "signum"),
+    [
+        ("vllm_utils.launcher", signal.SIGKILL),
+        ("vllm_utils.launcher", signal.SIGTERM),  # it closes its port, and lives on for a while
+        ("ray::EngineHost", signal.SIGKILL),
+    ],
+)
 def test_engine_is_killed_and_replaced(
-    victim: str, uninterrupted: tuple[dict[str, str], Finished], tmp_path: Path
+    victim: str, signum: signal.Signals, uninterrupted: tuple[dict[str, str], Finished], tmp_path: Path
 ) -> None:
     inputs, whole = uninterrupted
     with running({**OPTIONS, **inputs}, tmp_path / "run") as run:
         run.until_step(0)
-        os.kill(run.children(victim)[0].pid, signal.SIGKILL)
+        os.kill(run.children(victim)[0].pid, signum)
         done = run.finish()
     assert done.code == 0, done.output
     assert "engine 0 died" in done.output

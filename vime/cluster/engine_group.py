@@ -16,6 +16,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from vime.backends.vllm_utils.client import EngineClient
 from vime.backends.vllm_utils.command import engine_command
 from vime.backends.vllm_utils.engine import EngineProcess
+from vime.backends.vllm_utils.protocol import listens
 from vime.cluster.calls import gather
 from vime.cluster.device import Device
 from vime.cluster.placement import Placement
@@ -31,6 +32,7 @@ _HOST_SHARE = 0.2  # of its seat, in Ray's books; the trainer rank has the rest
 _WATCH_SECONDS = 0.2
 _STOP_SECONDS = 30.0
 _DEATH_SECONDS = 5.0  # from the first failure to where the end of an engine is known; a second when nothing else runs
+_CLOSING_SECONDS = 30.0  # for which a server may go on to live after it has closed its port
 
 
 class EngineHost:
@@ -101,16 +103,17 @@ class EngineGroup:
             logger.info("engine %d (pid %d) serves at %s", index, pid, url)
 
     def dead(self, suspects: Sequence[int] = ()) -> dict[int, str]:
-        """Engines that do not live any more, each with the cause.
+        """Engines that do not live any more, or never serve again, each with the cause.
 
         Args:
             suspects: engines that have just failed. If one of them is dying, that shows only when all its processes
-                have ended and the one beside it has looked, so it is waited for.
+                have ended and the one beside it has looked, so it is waited for; longer if it has closed its port: a
+                server that was told to end does so first, and then waits for its answers.
         """
-        dying = [self._ends[index] for index in suspects if index in self._ends]
-        if dying:
-            ray.wait(dying, num_returns=len(dying), timeout=_DEATH_SECONDS)
-        dead = {}
+        self._wait_for_ends(suspects, _DEATH_SECONDS)
+        closing = [index for index in suspects if index in self._addresses and not self.listens(index)]
+        self._wait_for_ends(closing, _CLOSING_SECONDS)
+        dead = dict.fromkeys(closing, "nobody listens at its port, and its server has not ended")
         for index, end in self._ends.items():
             if ray.wait([end], timeout=0)[0]:
                 try:
@@ -118,6 +121,15 @@ class EngineGroup:
                 except RayActorError:
                     dead[index] = "the process beside it, which watches it, was killed"
         return dead
+
+    def _wait_for_ends(self, indices: Sequence[int], seconds: float) -> None:
+        ends = [self._ends[index] for index in indices if index in self._ends]
+        if ends:
+            ray.wait(ends, num_returns=len(ends), timeout=seconds)
+
+    def listens(self, index: int) -> bool:
+        """False if connections to engine ``index`` are refused: it has ended, or is about to."""
+        return listens(self._addresses[index].url)
 
     def replace(self, index: int, cause: str) -> None:
         """Start engine ``index`` anew on the same GPUs. It must be connected and fully synced before it serves.

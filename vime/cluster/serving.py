@@ -108,16 +108,18 @@ class Serving:
                 return measured
 
     def recover(self, index: int) -> EngineAddress:
-        """Called while answers are generated, when engine ``index`` does not answer: replace it if it has died, and
-        whoever died with it (the trainer can connect all engines, or none).
+        """Called while answers are generated, when engine ``index`` does not answer: replace it if it has died or is
+        about to, and whoever died with it (the trainer can connect all engines, or none).
 
         Returns its address, a new one if it was replaced. The other engines go on serving.
         """
         with self._repairing:
             self._tell_failure()
             try:
-                if index in self._engines.dead():
-                    self._catch_up(self._replace_dead())
+                # Who listens is not suspected: a request may fail, and its repeat need not wait for a death.
+                new = self._replace_dead(() if self._engines.listens(index) else (index,))
+                if new:
+                    self._catch_up(new)
             except BaseException as error:
                 self._failure = error
                 raise

@@ -20,6 +20,7 @@ from tests.unit.backends.megatron_utils.update_weight.toy_engine import (
     make_config,
 )
 from vime.backends.megatron_utils.update_weight import weight_update_class
+from vime.backends.vllm_utils.protocol import listens
 from vime.cluster.serving import Serving
 from vime.errors import EngineError, WeightSyncError
 from vime.models.layout import ParallelLayout
@@ -48,13 +49,18 @@ class Engines:
         self.ended: list[ToyEngine] = []
         self.replaced: list[int] = []
         self.restarts = 3
+        self.suspected: list[int] = []
         self._looks: list[int] = []
 
     @property
     def addresses(self) -> list[EngineAddress]:
         return [engine.address for engine in self.running]
 
+    def listens(self, index: int) -> bool:
+        return listens(self.running[index].address.url)
+
     def dead(self, suspects: Sequence[int] = ()) -> dict[int, str]:
+        self.suspected += suspects
         for index in suspects:
             self.running[index].process.join(2)
         ended = [index for index, engine in enumerate(self.running) if not engine.process.is_alive()]
@@ -221,6 +227,26 @@ def test_s11_nobody_is_given_the_address_of_an_engine_that_is_still_being_replac
     asking.join(60)
     assert order == ["synced", engines.addresses]
     assert digests(engines.addresses[1]) == expected_digests(5, 1)
+
+
+def test_an_engine_that_has_closed_its_port_is_waited_for_and_replaced(engines: Engines) -> None:
+    """A server that was told to end does so first; its death shows seconds later, when requests have given up."""
+    served, trainer = serving(engines)
+    trainer.rank.train(5)
+    served.start(5)
+    engines.running[1].stop()  # nobody has noticed: at the first look without suspicion it still counts as alive
+    assert served.recover(1) == engines.addresses[1]
+    assert engines.replaced == [1]
+    assert engines.suspected == [1]
+    assert digests(engines.addresses[1]) == expected_digests(5, 1)
+
+
+def test_an_engine_that_listens_is_not_waited_for(engines: Engines) -> None:
+    served, _ = serving(engines)
+    served.start(0)
+    before = engines.addresses
+    assert served.recover(1) == before[1]
+    assert engines.suspected == engines.replaced == []
 
 
 def test_a_replacement_that_failed_unseen_is_told_to_whoever_needs_the_engines_next(engines: Engines) -> None:

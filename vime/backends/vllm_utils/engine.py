@@ -174,8 +174,9 @@ class EngineProcess:
             raise EngineError(f"{self.name}: processes {left} did not die of SIGKILL")
 
     def last_line(self) -> str:
-        """The newest line of its log, shortened: what it is doing."""
-        lines = [line for line in self._log(8192).splitlines() if line.strip()]
+        """The newest line of its log, shortened: what it is doing. (What is said here may stand in the same file.)"""
+        ours = f" {logger.name}: "
+        lines = [line for line in self._log(8192).splitlines() if line.strip() and ours not in line]
         # "(EngineCore pid=7) INFO 11-29 14:39:54 [cpu_model_runner.py:68] Starting to load model ..."
         return lines[-1].rpartition("] ")[2].strip()[:160] if lines else "Python imports vLLM"
 

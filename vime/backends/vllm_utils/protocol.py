@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+from urllib.parse import urlsplit
 
 from vime.errors import EngineError
 
@@ -31,6 +33,19 @@ def engine_error(
     answered = f" answered {status}" if status is not None else " failed"
     message = f"engine {index} ({url}): {call}{answered}: {cause}"
     return EngineError(message, retryable=retryable, unreachable=unreachable, status=status)
+
+
+def listens(url: str) -> bool:
+    """False if connections to ``url`` are refused: nobody will answer there any more. One that is only slow, or cannot
+    be reached at the moment, may."""
+    address = urlsplit(url)
+    try:
+        socket.create_connection((address.hostname, address.port), timeout=CONNECT_TIMEOUT).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def error_message(body: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 from tests.engine import TinyEngine
 from vime.backends.vllm_utils.client import LOADED_AT_START, EngineClient
 from vime.backends.vllm_utils.command import installed_version
-from vime.backends.vllm_utils.protocol import error_message
+from vime.backends.vllm_utils.protocol import error_message, listens
 from vime.errors import EngineError
 
 
@@ -115,3 +115,17 @@ def test_deadline_of_a_call_and_nobody_there() -> None:
 )
 def test_shapes_of_error_bodies(body: str, message: str) -> None:
     assert error_message(body) == message
+
+
+def test_who_refuses_connections_does_not_listen() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert not listens(url)
+        server.listen()
+        assert listens(url)
+    assert not listens(url)
+
+
+def test_who_cannot_be_reached_at_the_moment_may_listen() -> None:
+    assert listens("http://no-such-host.invalid:1")
