@@ -2,15 +2,11 @@
 # make test         the tests (make test-all: the slow ones too)
 # make lint         ruff and pyright
 #
-# Each creates .venv first and installs what it needs. PYTHON=python3.12 picks the interpreter, SEED=2 another run,
-# WORKERS=0 runs one test after the other (else two files of them go side by side, as most keep one core busy).
+# Each creates .venv first and installs what it needs. PYTHON=python3.12 picks the interpreter, SEED=2 another run.
 
 VENV ?= .venv
 SEED ?= 1
-WORKERS ?= 2
 ARGS ?=
-# Whole files, since tests of one share engines and runs; in their order, which has the longest, tests/e2e, first.
-SIDE_BY_SIDE = --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help quickstart test test-all lint format venv clean
 
@@ -21,10 +17,10 @@ quickstart: venv
 	$(VENV)/bin/python examples/arithmetic/run.py --seed $(SEED) $(ARGS)
 
 test: venv
-	$(VENV)/bin/python -m pytest $(SIDE_BY_SIDE) -m "not slow" $(ARGS)
+	$(VENV)/bin/python -m pytest -m "not slow" $(ARGS)
 
 test-all: venv
-	$(VENV)/bin/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
+	$(VENV)/bin/python -m pytest $(ARGS)
 
 lint: venv
 	$(VENV)/bin/ruff check
