@@ -35,7 +35,7 @@ class Estimate:
     gradients: int
     optimizer: int
     activations: int
-    reference: int  # the reference model's weights, in host memory
+    reference: int  # in host memory: the reference model's weights, and a place for the policy's while those are in use
     tokens: int  # of one forward pass
     engine_weights: int  # of one engine worker
     engine_context: int  # KV cache of one answer of full length, of one engine worker
@@ -78,7 +78,7 @@ def estimate(config: Config, spec: ModelSpec, device: str) -> Estimate:
         gradients=gradient * parameters,
         optimizer=optimizer,
         activations=_activations(config, spec, layout, tokens, width),
-        reference=width * parameters if reference else 0,
+        reference=2 * width * parameters if reference else 0,
         tokens=tokens,
         engine_weights=width * sum(count_parameters(spec, ParallelLayout(world_size=1))) // workers,
         engine_context=2 * spec.num_layers * groups * spec.kv_channels * width * max_model_len(config, spec),
@@ -167,7 +167,7 @@ def _host(config: Config, needs: Estimate, machine: Machine) -> list[str]:
         return []
     return [
         f"the {cluster.actor_num_gpus_per_node} ranks of a node keep {size(moved)} of optimizer (while engines "
-        f"generate) and {size(needs.reference)} of reference model each in host memory, {size(total)} in all, "
+        f"generate) and {size(needs.reference)} for the reference model each in host memory, {size(total)} in all, "
         f"but the host has {size(machine.host_bytes)}; --use-distributed-optimizer or more nodes would help"
     ]
 
@@ -221,11 +221,15 @@ def _activations(config: Config, spec: ModelSpec, layout: ParallelLayout, tokens
     shared = 4 * hidden // (layout.tp if config.parallel.sequence_parallel else 1)
     per_layer = (shared + (3 * heads + 4 * groups + 4 * ffn) // layout.tp) * width
     layers = -(-spec.num_layers // layout.pp)
-    if config.train.recompute_granularity == "full":
-        piece = config.train.recompute_num_layers or 1
-        kept = -(-layers // piece) * hidden * width + piece * per_layer
-    else:
+    number = config.train.recompute_num_layers or 1
+    if config.train.recompute_granularity != "full":
         kept = layers * per_layer
+    elif config.train.recompute_method == "block":  # the first so many layers of each chunk, one at a time
+        again = min(number * layout.vpp, layers)
+        kept = again * hidden * width + max(layers - again, 1) * per_layer
+    else:
+        piece = min(number, -(-layers // layout.vpp))
+        kept = -(-layers // piece) * hidden * width + piece * per_layer
     in_flight = layout.pp  # micro-batches that the first stage holds at once (1F1B)
     rows = spec.padded_vocab_size(layout.tp, layout.vocab_divisible_by) // layout.tp
     logits = min(LOGITS_BYTES, 16 * tokens * rows) + 4 * rows * hidden  # and the output weight's gradient in fp32
