@@ -15,7 +15,9 @@ class AlgorithmOptions:
         "grpo", "how advantages follow from rewards", choices=("grpo", "gspo", "rloo", "reinforce_plus_plus")
     )
     disable_grpo_std_normalization: bool = option(False, "GRPO without division by the group's standard deviation")
-    normalize_advantages: bool = option(False, "whiten advantages over the whole batch")
+    normalize_advantages: bool = option(
+        False, "whiten advantages over the whole batch; reinforce_plus_plus always does, with or without it"
+    )
     eps_clip: float = option(0.2, "lower clipping range of the probability ratio", minimum=0, maximum=1)
     eps_clip_high: float | None = option(None, "upper clipping range (default: --eps-clip)", minimum=0)
     eps_clip_c: float | None = option(None, "dual clipping: bound for negative advantages", above=1)

@@ -133,11 +133,6 @@ def _reinforced(config: Config) -> Iterator[str]:
             f"--kl-loss-coef {algorithm.kl_loss_coef} with --kl-loss-type k1 adds only noise: as a loss, k1 has "
             "an expected gradient of zero; use low_var_kl, k3 or k2"
         )
-    if algorithm.normalize_advantages and algorithm.advantage_estimator == "reinforce_plus_plus":
-        yield (
-            "--normalize-advantages means nothing with --advantage-estimator reinforce_plus_plus, whose definition "
-            "includes it; leave it out"
-        )
     reference = algorithm.use_kl_loss or algorithm.kl_coef > 0
     if is_given(config, "log_probs_max_tokens_per_gpu") and algorithm.use_rollout_logprobs and not reference:
         yield (

@@ -74,10 +74,6 @@ def test_an_option_without_what_it_depends_on(problems: Problems, name: str, pro
             "--advantage-estimator rloo --disable-grpo-std-normalization",
             "means nothing with --advantage-estimator rloo",
         ),
-        (
-            "--advantage-estimator reinforce_plus_plus --normalize-advantages",
-            "--normalize-advantages means nothing with --advantage-estimator reinforce_plus_plus",
-        ),
         ("--use-tis --use-rollout-logprobs", "takes the engine's for both; keep one"),
         ("--use-rollout-logprobs --rollout-top-p 0.9", "--rollout-top-p 0.9 with --use-rollout-logprobs: the engine's"),
         ("--use-rollout-logprobs --rollout-top-k 20", "say --rollout-top-k -1, or leave --use-rollout-logprobs out"),
@@ -181,6 +177,11 @@ def test_a_budget_for_passes_that_there_are_not(problems: Problems, change: str,
     said = problems(f"--log-probs-max-tokens-per-gpu 512 {change}", without=REFERENCE)
     start = "--log-probs-max-tokens-per-gpu 512 means nothing with --use-rollout-logprobs and without a reference"
     assert [one.startswith(start) for one in said] == [True] * ignored
+
+
+def test_what_slime_demands_beside_reinforce_plus_plus_may_be_said(problems: Problems) -> None:
+    """There it must be written, here it is part of the definition: it says what happens."""
+    assert problems("--advantage-estimator reinforce_plus_plus --normalize-advantages") == []
 
 
 def test_reference_without_use(problems: Problems, dense: str) -> None:
