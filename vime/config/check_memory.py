@@ -218,8 +218,9 @@ def _activations(config: Config, spec: ModelSpec, layout: ParallelLayout, tokens
     ffn = spec.ffn_hidden_size
     if spec.num_experts and spec.moe_ffn_hidden_size and spec.moe_router_topk:
         ffn = spec.moe_router_topk * (spec.moe_ffn_hidden_size + hidden // 2)  # tokens travel once per chosen expert
-    shared = 4 * hidden // (layout.tp if config.parallel.sequence_parallel else 1)
-    per_layer = (shared + (3 * heads + 4 * groups + 4 * ffn) // layout.tp) * width
+    if config.parallel.sequence_parallel or spec.num_experts:  # with experts the trainer turns it on by itself
+        hidden //= layout.tp  # between the matrices
+    per_layer = (4 * hidden + (3 * heads + 4 * groups + 4 * ffn) // layout.tp) * width
     layers = -(-spec.num_layers // layout.pp)
     number = config.train.recompute_num_layers or 1
     if config.train.recompute_granularity != "full":
@@ -232,7 +233,9 @@ def _activations(config: Config, spec: ModelSpec, layout: ParallelLayout, tokens
         kept = -(-layers // piece) * hidden * width + piece * per_layer
     in_flight = layout.pp  # micro-batches that the first stage holds at once (1F1B)
     rows = spec.padded_vocab_size(layout.tp, layout.vocab_divisible_by) // layout.tp
-    logits = min(LOGITS_BYTES, 16 * tokens * rows) + 4 * rows * hidden  # and the output weight's gradient in fp32
+    logits = (
+        min(LOGITS_BYTES, 16 * tokens * rows) + 4 * rows * spec.hidden_size
+    )  # and the output weight's gradient in fp32
     if layout.pp > 1:  # the first stage holds most micro-batches, the last one the logits
         return max(tokens * kept * in_flight, tokens * kept + logits)
     return tokens * kept + logits

@@ -81,6 +81,16 @@ def test_recomputing_takes_less() -> None:
     assert again < kept / 2
 
 
+@pytest.mark.parametrize("recompute", ["", RECOMPUTE])
+def test_experts_and_tensor_parallelism_cut_the_sequence_in_any_case(recompute: str) -> None:
+    flags = f"--actor-num-gpus-per-node 8 --tensor-model-parallel-size 8 --expert-model-parallel-size 8 {recompute}"
+    flags += " --expert-tensor-parallel-size 1"
+    plain, cut = (estimate(run(f"{flags} {more}"), LARGE, "cuda").activations for more in ("", "--sequence-parallel"))
+    assert plain == cut
+    alone = estimate(run(recompute), LARGE, "cuda").activations
+    assert cut < alone / 2
+
+
 @pytest.mark.parametrize("stages", ["", "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 7 "])
 def test_blocks_are_recomputed_layer_by_layer(stages: str) -> None:
     """Of "uniform", the number is the layers of a piece, which are all there again at once; of "block", those that are
