@@ -233,9 +233,8 @@ def _activations(config: Config, spec: ModelSpec, layout: ParallelLayout, tokens
         kept = -(-layers // piece) * hidden * width + piece * per_layer
     in_flight = layout.pp  # micro-batches that the first stage holds at once (1F1B)
     rows = spec.padded_vocab_size(layout.tp, layout.vocab_divisible_by) // layout.tp
-    logits = (
-        min(LOGITS_BYTES, 16 * tokens * rows) + 4 * rows * spec.hidden_size
-    )  # and the output weight's gradient in fp32
+    logits = min(LOGITS_BYTES, 16 * tokens * rows)
+    logits += 4 * rows * spec.hidden_size  # the output weight's gradient in fp32
     if layout.pp > 1:  # the first stage holds most micro-batches, the last one the logits
         return max(tokens * kept * in_flight, tokens * kept + logits)
     return tokens * kept + logits

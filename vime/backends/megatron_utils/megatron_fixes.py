@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import distrib_optimizer
+from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
 SUPPORTED_VERSION = "0.16.1"
@@ -26,6 +28,8 @@ def apply() -> None:
         # The router's gating calls it if it is not None, but without TransformerEngine the name is never bound.
         moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue]
     token_dispatcher.maybe_move_tensor_to_cpu = _move_tensor_to_cpu
+    mappings._gather_along_first_dim = _gather
+    mappings._reduce_scatter_along_first_dim = _reduce_scatter
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states = _set_main_param_and_states
 
@@ -38,6 +42,31 @@ def _move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool
     if as_numpy and torch.is_tensor(tensor) and tensor.device.type == "cpu":
         return tensor.numpy()
     return _original_move(tensor, as_numpy=as_numpy, record_stream=record_stream)
+
+
+_original_gather, _original_reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+
+def _gather(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+    """CPU only: with EP and ETP the ranks of an expert's tensor parallel group have unlike numbers of tokens to gather,
+    which NCCL can and Gloo cannot. The sum of zeros and one rank's values is those values."""
+    if output_split_sizes is None or input_.device.type != "cpu" or group.size() == 1:
+        return _original_gather(input_, group, output_split_sizes, use_global_buffer)
+    output = input_.new_zeros((sum(output_split_sizes), *input_.shape[1:]))
+    output.split(output_split_sizes)[group.rank()].copy_(input_)
+    dist.all_reduce(output, group=group)
+    return output
+
+
+def _reduce_scatter(
+    input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+) -> Any:
+    """CPU only, as :func:`_gather`, of which it is the backward pass, and the way back of the experts' outputs."""
+    if input_split_sizes is None or input_.device.type != "cpu" or group.size() == 1:
+        return _original_reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
+    summed = input_.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(summed, group=group)
+    return summed.split(input_split_sizes)[group.rank()].clone()
 
 
 def _set_main_param_and_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from tests.distributed import run_ranks
 from tests.tiny import make_checkpoint
-from tests.unit.backends.megatron_utils.trainer_helpers import make_batch, trainer
+from tests.unit.backends.megatron_utils.trainer_helpers import make_batch, processes, trainer
 
 EXPERTS = {
     "parallel.tensor_model_parallel_size": 2,
@@ -49,6 +49,40 @@ def modules(rank: int) -> dict[str, bool]:
 def test_module_level_corrections() -> None:
     found = run_ranks(1, modules)[0]
     assert found == dict.fromkeys(found, True)
+
+
+def unlike_sizes(rank: int) -> dict[str, Any]:
+    from vime.backends.megatron_utils import cpu_compat
+
+    cpu_compat.install()
+    from megatron.core.tensor_parallel import mappings
+
+    group, sizes = torch.distributed.group.WORLD, [1, 3]
+    mine = torch.full((sizes[rank], 2), rank + 1.0, requires_grad=True)
+    found: dict[str, Any] = {}
+    try:
+        mappings._gather_along_first_dim(mine, group, sizes)
+        found["gloo refuses"] = False
+    except RuntimeError as error:
+        found["gloo refuses"] = "invalid tensor size" in str(error)
+    from vime.backends.megatron_utils import megatron_fixes
+
+    megatron_fixes.apply()
+    whole = mappings.gather_from_sequence_parallel_region(mine, group=group, output_split_sizes=sizes)
+    found["gathered"] = whole[:, 0].tolist()
+    (whole * torch.arange(1.0, 5.0)[:, None] * (rank + 1)).sum().backward()
+    assert mine.grad is not None
+    found["gradient"] = mine.grad[:, 0].tolist()
+    parts = mappings.reduce_scatter_to_sequence_parallel_region(whole.detach(), group=group, input_split_sizes=sizes)
+    found["scattered"] = parts[:, 0].tolist()
+    return found
+
+
+def test_ranks_with_unlike_numbers_of_tokens_can_be_gathered_over_gloo() -> None:
+    assert run_ranks(2, unlike_sizes, context=processes()) == [
+        {"gloo refuses": True, "gathered": [1, 2, 2, 2], "gradient": [3], "scattered": [2]},
+        {"gloo refuses": True, "gathered": [1, 2, 2, 2], "gradient": [6, 9, 12], "scattered": [4, 4, 4]},
+    ]
 
 
 def test_the_version_they_were_made_for() -> None:

@@ -62,6 +62,7 @@ MOE_4 = {
     "TP2 ETP1": {TP: 2, ETP: 1},
     "TP2 ETP2": {TP: 2, ETP: 2},
     "TP2 EP2 ETP1": {TP: 2, EP: 2, ETP: 1, **DISTRIBUTED},
+    "TP2 EP2 ETP2": {TP: 2, EP: 2, **GROUPED},
     "TP2 PP2": {TP: 2, PP: 2},
     "TP2 PP2 ETP1 recomputed": {TP: 2, PP: 2, ETP: 1, **RECOMPUTE},
     "PP2 EP2": {PP: 2, EP: 2, **GROUPED},
