@@ -44,7 +44,10 @@ def read_spec(flag: str, path: str) -> ModelSpec:
         hint = ""
         if path.count("/") == 1 and not path.startswith((".", "/", "~")):
             name = path.split("/")[1]
-            hint = f"; vime reads local directories: `hf download {path} --local-dir {name}`, then {flag} {name}"
+            hint = (
+                "; vime reads local directories: if this is a model's name at Hugging Face, "
+                f"`hf download {path} --local-dir {name}`, then {flag} {name}"
+            )
         raise DataError(f"{flag} {path}: no such directory{hint}")
     if not (folder / "config.json").is_file():
         what = "a Megatron checkpoint" if is_torch_dist(path) else "no Hugging Face model"

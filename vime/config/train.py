@@ -28,7 +28,11 @@ class TrainOptions:
     )
     recompute_granularity: str | None = option(None, "what is recomputed in backward", choices=("full", "selective"))
     recompute_method: str | None = option(None, "which layers are recomputed", choices=("uniform", "block"))
-    recompute_num_layers: int | None = option(None, "layers per recomputed piece", minimum=1)
+    recompute_num_layers: int | None = option(
+        None,
+        "layers per recomputed piece (uniform), or recomputed layers of each of a rank's chunks (block)",
+        minimum=1,
+    )
     train_memory_margin_bytes: int = option(
         1 << 30,
         "GPU memory that the estimate before the start leaves to others; the trainer itself does not keep to it",

@@ -26,7 +26,8 @@ def test_a_name_on_the_hub(problems: Problems) -> None:
     said = problems("--hf-checkpoint Qwen/Qwen3-0.6B")
     assert said == [
         "--hf-checkpoint Qwen/Qwen3-0.6B: no such directory; vime reads local directories: "
-        "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`, then --hf-checkpoint Qwen3-0.6B"
+        "if this is a model's name at Hugging Face, `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`, "
+        "then --hf-checkpoint Qwen3-0.6B"
     ]
 
 
