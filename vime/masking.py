@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 HIDDEN = "***"
-_SECRETS = {"key", "keyfile", "token", "password", "passwd", "secret", "credential", "credentials"}
-# As far as a reader of text can tell where an address ends.
-_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^\s\"'<>]*)")
+_SECRETS = {"key", "apikey", "keyfile", "token", "password", "passwd", "secret", "credential", "credentials"}
+# As far as a reader of text can tell where an address ends. (Not with what stands before "://": to look for that takes
+# minutes in a word of a hundred thousand letters.)
+_ADDRESS = re.compile(r"(?<=://)[^\s\"'<>]+")
 
 
 def masked(text: str) -> str:
@@ -19,7 +20,7 @@ def masked(text: str) -> str:
 
     Hides too much rather than too little: a password may hold "/" or "?" although it should not.
     """
-    return _ADDRESS.sub(lambda found: found[1] + _mask(found[2]), text)
+    return _ADDRESS.sub(lambda found: _mask(found[0]), text)
 
 
 def _mask(rest: str) -> str:
@@ -33,8 +34,10 @@ def _mask(rest: str) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Whether an option of this name holds a secret: ``hf-token`` does, ``max-num-batched-tokens`` does not."""
-    return re.split(r"[^a-z]+", name.lower())[-1] in _SECRETS
+    """Whether an option of this name holds a secret: ``hf-token`` and ``apiKey`` do, ``max-num-batched-tokens`` does
+    not."""
+    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)
+    return bool(words) and words[-1].lower() in _SECRETS
 
 
 def masked_options(value: Any, by_name: bool = True) -> Any:
@@ -49,22 +52,36 @@ def masked_options(value: Any, by_name: bool = True) -> Any:
         return [masked_options(inner, by_name) for inner in value]
     if not isinstance(value, str):
         return value
-    if by_name and value.lstrip().startswith(("{", "[")):
+    return _masked_json(value) if by_name else masked(value)
+
+
+def _masked_json(text: str) -> str:
+    """A text that may be JSON, of which names say what is secret. As it is where nothing had to be hidden."""
+    if text.lstrip().startswith(("{", "[")):
         with contextlib.suppress(ValueError):
-            return json.dumps(masked_options(json.loads(value)))
-    return masked(value)
+            value = json.loads(text)
+            shown = masked_options(value)
+            return text if shown == value else json.dumps(shown)
+    return masked(text)
 
 
-def masked_words(words: Sequence[str], secrets_of: str = "--") -> list[str]:
+def masked_words(words: Sequence[str], secrets_of: tuple[str, ...] = ("--",)) -> list[str]:
     """A command line with :func:`masked` words, and without the values of flags that :func:`is_secret` and that begin
-    with ``secrets_of``; a value is the next word or stands behind "="."""
-    shown = []
-    for before, word in zip(("", *words), words, strict=False):
-        flag, equals, _ = word.partition("=")
-        if equals and flag.startswith(secrets_of) and is_secret(flag):
-            shown.append(f"{flag}={HIDDEN}")
-        elif not word.startswith("--") and before.startswith(secrets_of) and is_secret(before):
-            shown.append(HIDDEN)
+    with one of ``secrets_of``; values are the words up to the next flag, or stand behind "=". In JSON that such a flag
+    is given, names say what is secret."""
+    shown, of_those, secret = [], False, False
+    for word in words:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            of_those = flag.startswith(secrets_of)
+            secret = of_those and is_secret(flag)
+            shown.append(flag + equals + _masked_value(value, of_those, secret) if equals else masked(word))
         else:
-            shown.append(masked(word))
+            shown.append(_masked_value(word, of_those, secret))
     return shown
+
+
+def _masked_value(value: str, by_name: bool, secret: bool) -> str:
+    if secret:
+        return HIDDEN
+    return _masked_json(value) if by_name else masked(value)

@@ -30,9 +30,10 @@ def test_credentials_in_addresses(text: str, shown: str) -> None:
 
 
 def test_names_of_secrets() -> None:
-    assert [n for n in ("hf-token", "api_key", "ssl-keyfile", "ssl-keyfile-password") if not is_secret(n)] == []
-    for name in ("max-num-batched-tokens", "tokenizer-mode", "skip-tokenizer-init", "stop_token_ids", "keyboard"):
-        assert not is_secret(name)
+    for name in ("hf-token", "api_key", "ssl-keyfile", "ssl-keyfile-password", "apiKey", "APIKey", "HF_TOKEN"):
+        assert is_secret(name), name
+    for name in ("max-num-batched-tokens", "tokenizer-mode", "skip-tokenizer-init", "stop_token_ids", "keyboard", "7"):
+        assert not is_secret(name), name
 
 
 def test_options_at_any_depth() -> None:
@@ -50,4 +51,28 @@ def test_command_lines() -> None:
     words = ["serve", "m", "--hf-token", "hunter2", "--api-key=hunter2", "--url", "http://hunter2@h", "--seed", "1"]
     shown = ["serve", "m", "--hf-token", "***", "--api-key=***", "--url", "http://***@h", "--seed", "1"]
     assert masked_words(words) == shown
-    assert masked_words(["--reward-key", "score", "--vllm-hf-token", "x"], "--vllm-")[1::2] == ["score", "***"]
+    ours = ("--vllm-", "--vllm_")
+    words = ["--reward-key", "score", "--vllm-hf-token", "x", "--vllm_hf_token", "x"]
+    assert masked_words(words, ours)[1::2] == ["score", "***", "***"]
+    words = ["--vllm-a-key", "hunter2", "hunter2", "--seed", "1"]
+    assert masked_words(words, ours)[1:] == ["***", "***", "--seed", "1"]
+
+
+@pytest.mark.parametrize("form", ["--vllm-loader-config {}", "--vllm-loader-config={}"])
+def test_json_on_a_command_line(form: str) -> None:
+    """Options of engines are often whole dictionaries."""
+    ours = ("--vllm-",)
+    words = form.format('{"size":1,"apiKey":"hunter2"}').split()
+    shown = masked_words(words, ours)
+    assert "hunter2" not in str(shown)
+    assert '"size": 1' in shown[-1]
+    harmless = form.format('{"size":1,"keys":[2]}').split()  # no secret: not even written in another way
+    assert masked_words(harmless, ours) == harmless
+    # Of a flag of ours a name says nothing: --eval-... and the like hold none.
+    assert masked_words(["--x", '{"key":"name"}'], ours) == ["--x", '{"key":"name"}']
+
+
+def test_a_word_of_any_length_is_looked_through_once() -> None:
+    """A problem may quote a whole file. Each letter looked at once for each before it: that took minutes."""
+    word = "a" * (1 << 20)
+    assert masked(f"{word} http://u:hunter2@h") == f"{word} http://***@h"

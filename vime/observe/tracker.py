@@ -268,7 +268,7 @@ def _open_wandb(config: Config, run_dir: Path) -> Any:
     except ImportError as error:
         raise ConfigError(["--use-wandb: package wandb is not installed (pip install wandb)"]) from error
     words = sys.argv[1:]  # wandb keeps them among what it finds out about the machine
-    secret = masked_words(words, "--vllm-") != words
+    secret = masked_words(words, ("--vllm-", "--vllm_")) != words
     run = wandb.init(
         project=config.observe.wandb_project,
         name=run_dir.name,

@@ -278,7 +278,9 @@ def test_wandb_tells_directories_of_one_name_apart(tmp_path: Path, wandb: FakeWa
     [
         (["--rm-url", "http://u:hunter2@host"], {"x_disable_meta": True}),
         (["--vllm-hf-token", "hunter2"], {"x_disable_meta": True}),
-        (["--rm-url", "http://host", "--reward-key", "score"], None),
+        (["--vllm_hf_token", "hunter2"], {"x_disable_meta": True}),  # the spelling that flags of engines may have
+        (["--vllm-model-loader-extra-config", '{"token":"hunter2"}'], {"x_disable_meta": True}),
+        (["--rm-url", "http://host", "--reward-key", "score", "--vllm-hf-overrides", '{"a":1}'], None),
     ],
 )
 def test_wandb_is_not_told_secrets(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from typing import Any
@@ -217,11 +218,14 @@ def test_what_an_engine_compiles_outlives_its_temporary_folder() -> None:
 
 
 def test_secrets_do_not_reach_logs() -> None:
-    command = gpu(config(rollout={"vllm": {"hf_token": "hf_secret"}}))
-    assert "hf_secret" in command.argv
+    options = {"hf_token": "hf_secret", "model_loader_extra_config": '{"token":"hf_secret","threads":2}'}
+    command = gpu(config(rollout={"vllm": options}))
+    assert str(command.argv).count("hf_secret") == 2
     assert "hf_secret" not in str(command)
     assert "hf_secret" not in repr(command)
-    assert shlex.split(str(command))[-2:] == ["--hf-token", "***"]
+    shown = shlex.split(str(command))
+    assert shown[-4:-1] == ["--hf-token", "***", "--model-loader-extra-config"]
+    assert json.loads(shown[-1]) == {"token": "***", "threads": 2}
 
 
 def test_engines_do_not_see_the_token_of_the_runs_ray() -> None:
