@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from tests.distributed import run_ranks
 from tests.tiny import make_checkpoint
+from tests.unit.backends.megatron_utils.trainer_helpers import processes
 from vime.config import CheckpointOptions, ClusterOptions, Config, ModelOptions, ParallelOptions, RolloutOptions
 from vime.config.train import OptimizerOptions, TrainOptions
 from vime.errors import DataError
@@ -209,7 +210,7 @@ def test_continuing_is_exact_and_other_layouts_follow(
     tmp_path: Path, family: str, tied: bool, first: dict[str, Any], others: list[dict[str, Any]]
 ) -> None:
     path = make_checkpoint(tmp_path / "hf", family, tied=tied, num_hidden_layers=4, vocab_size=509)
-    run_ranks(4, resume, path, str(tmp_path), first, others, timeout=250)
+    run_ranks(4, resume, path, str(tmp_path), first, others, timeout=250, context=processes())
 
 
 def failing_write(rank: int, path: str, folder: str) -> str:
@@ -233,7 +234,7 @@ def failing_write(rank: int, path: str, folder: str) -> str:
 
 def test_a_failure_to_write_on_one_rank_is_everybodys_error(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "hf")
-    for message in run_ranks(2, failing_write, path, str(tmp_path)):
+    for message in run_ranks(2, failing_write, path, str(tmp_path), context=processes()):
         assert re.search(r"cannot write a checkpoint to .*full.*No space left on device", message, re.DOTALL), message
         assert "Traceback" not in message
     assert not (tmp_path / "full" / "metadata.json").exists()
@@ -284,7 +285,7 @@ def refusals(rank: int, path: str, other_path: str, folder: str) -> list[str]:
 def test_what_cannot_be_loaded_is_refused_by_name(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "hf")
     other = make_checkpoint(tmp_path / "other", num_hidden_layers=3, vocab_size=500)
-    for messages in run_ranks(2, refusals, path, other, str(tmp_path)):
+    for messages in run_ranks(2, refusals, path, other, str(tmp_path), context=processes()):
         patterns = (
             "without the optimizer .*--no-load-optim",
             "is not a torch_dist checkpoint",

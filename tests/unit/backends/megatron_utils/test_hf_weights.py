@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.distributed import run_ranks
 from tests.tiny import make_checkpoint
+from tests.unit.backends.megatron_utils.trainer_helpers import processes
 from tests.unit.models import megatron_by_hand as by_hand
 from vime.backends.megatron_utils import hf_export
 from vime.backends.megatron_utils.hf_weights import export_hf_weights, load_hf_weights, weight_files
@@ -180,7 +181,7 @@ def test_export_is_what_was_loaded(
     (tmp_path / "mine" / "thesis.tex").write_text("")
     (tmp_path / "file").write_text("")
     target = tmp_path / "out" / "step_3"
-    answers = run_ranks(layout.world_size, export, source, str(target), layout, dtype, shard)
+    answers = run_ranks(layout.world_size, export, source, str(target), layout, dtype, shard, context=processes())
     before, after = read(source), read(target)
     assert before.keys() == after.keys()
     for name, value in before.items():

@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.distributed import run_ranks
 from tests.tiny import make_checkpoint
-from tests.unit.backends.megatron_utils.trainer_helpers import make_batch, trainer
+from tests.unit.backends.megatron_utils.trainer_helpers import make_batch, processes, trainer
 
 TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
 EP, ETP = "parallel.expert_model_parallel_size", "parallel.expert_tensor_parallel_size"
@@ -64,8 +64,8 @@ def learn(rank: int, path: str, layouts: dict[str, dict[str, Any]], overlap: boo
 
 
 def check(path: str, world_size: int, layouts: dict[str, dict[str, Any]]) -> None:
-    plain = run_ranks(world_size, learn, path, layouts, False, timeout=280)
-    overlapped = run_ranks(world_size, learn, path, layouts, True, timeout=280)
+    plain = run_ranks(world_size, learn, path, layouts, False, timeout=280, context=processes())
+    overlapped = run_ranks(world_size, learn, path, layouts, True, timeout=280, context=processes())
     for name in layouts:
         for rank in range(world_size):
             assert overlapped[rank][name] == plain[rank][name], (name, rank)

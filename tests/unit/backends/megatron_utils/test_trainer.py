@@ -17,6 +17,7 @@ from tests.unit.backends.megatron_utils.trainer_helpers import (
     hf_log_probs,
     hf_model,
     make_batch,
+    processes,
     trainer,
 )
 from vime.config.check_memory import estimate
@@ -72,7 +73,9 @@ def against_transformers(rank: int, paths: list[str]) -> list[Any]:
 
 def test_log_probs_loss_and_gradients_are_those_of_transformers(tmp_path: Path) -> None:
     paths = [make_checkpoint(tmp_path / f"{family}{tied}", family, tied=tied) for family, tied in FAMILIES]
-    for (family, _), (metrics, loss, norm) in zip(FAMILIES, run_ranks(1, against_transformers, paths)[0], strict=True):
+    for (family, _), (metrics, loss, norm) in zip(
+        FAMILIES, run_ranks(1, against_transformers, paths, context=processes())[0], strict=True
+    ):
         assert metrics["train/logprob_abs_diff_max"] < 1e-5, family  # fp32: sums in another order
         assert metrics["train/loss"] == pytest.approx(loss, abs=1e-5), family
         assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-5), family
@@ -103,7 +106,7 @@ def learning(rank: int, path: str) -> dict[str, Any]:
 
 
 def test_learning_is_deterministic_and_does_not_depend_on_how_rows_are_cut(tmp_path: Path) -> None:
-    results = run_ranks(1, learning, make_checkpoint(tmp_path, "qwen3"))[0]
+    results = run_ranks(1, learning, make_checkpoint(tmp_path, "qwen3"), context=processes())[0]
     assert results["again"] == results["plain"]
     assert results["recomputed"] == results["plain"]
     first, second, _ = results["plain"]
@@ -168,7 +171,9 @@ def _addresses(built: Any) -> list[tuple[Any, int]]:
 
 def test_reference_weights_come_and_go_and_nothing_that_is_not_finite_is_learned(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "policy", "qwen3")
-    results = run_ranks(1, guarding, path, make_checkpoint(tmp_path / "reference", "qwen3", seed=9))[0]
+    results = run_ranks(
+        1, guarding, path, make_checkpoint(tmp_path / "reference", "qwen3", seed=9), context=processes()
+    )[0]
     assert abs(results["kl"]) > 0.01
     assert results["restored"]
     assert 1 <= results["on the host"] < 1.01  # `vime check` counts what there is; arenas are padded a little
@@ -215,7 +220,9 @@ def with_a_fresh_optimizer(rank: int, path: str, folder: str) -> list[Any]:
 def test_a_fresh_optimizer_warms_up_again(tmp_path: Path) -> None:
     """As in Megatron-LM, where --no-load-optim leaves out the schedule's state too."""
     path = make_checkpoint(tmp_path / "model", "qwen3")
-    loaded, state, rates, again = run_ranks(1, with_a_fresh_optimizer, path, str(tmp_path / "saved"))[0]
+    loaded, state, rates, again = run_ranks(
+        1, with_a_fresh_optimizer, path, str(tmp_path / "saved"), context=processes()
+    )[0]
     assert (loaded, state) == (True, 0)
     assert again == rates
     assert rates[0] < rates[1]
@@ -230,7 +237,7 @@ def _with_hf_log_probs(batch: Any, path: str) -> Any:
 
 def test_continues_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "hf", "qwen3")
-    through, resumed, metrics = run_ranks(1, continuing, path, str(tmp_path / "saved"))[0]
+    through, resumed, metrics = run_ranks(1, continuing, path, str(tmp_path / "saved"), context=processes())[0]
     assert resumed == through
     assert metrics["train/logprob_abs_diff_max"] < 1e-5  # what save_hf wrote is what the trainer has
 
@@ -268,7 +275,7 @@ def other_losses(rank: int, path: str) -> dict[str, Any]:
 
 
 def test_other_losses(tmp_path: Path) -> None:
-    results = run_ranks(1, other_losses, make_checkpoint(tmp_path, "qwen3"))[0]
+    results = run_ranks(1, other_losses, make_checkpoint(tmp_path, "qwen3"), context=processes())[0]
     loss, norm = results["sft expected"]
     assert results["sft"]["train/loss"] == pytest.approx(loss, abs=1e-5)
     assert results["sft"]["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
@@ -330,5 +337,5 @@ def precisions(rank: int, path: str, moe: str) -> dict[str, Any]:
 
 def test_bf16_has_fp32_masters_and_experts_lie_side_by_side(tmp_path: Path) -> None:
     moe = make_checkpoint(tmp_path / "moe", "qwen3_moe")
-    results = run_ranks(1, precisions, make_checkpoint(tmp_path / "dense", "qwen3"), moe)[0]
+    results = run_ranks(1, precisions, make_checkpoint(tmp_path / "dense", "qwen3"), moe, context=processes())[0]
     assert results == dict.fromkeys(results, True)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.distributed import run_ranks
 from tests.tiny import make_checkpoint
-from tests.unit.backends.megatron_utils.trainer_helpers import make_batch, trainer
+from tests.unit.backends.megatron_utils.trainer_helpers import make_batch, processes, trainer
 
 TP, PP, CP = (f"parallel.{x}_parallel_size" for x in ("tensor_model", "pipeline_model", "context"))
 EP, ETP = "parallel.expert_model_parallel_size", "parallel.expert_tensor_parallel_size"
@@ -80,8 +80,8 @@ def learn(rank: int, path: str, layouts: dict[str, dict[str, Any]], common: dict
 
 
 def check(path: str, world_size: int, layouts: dict[str, dict[str, Any]], common: dict[str, Any]) -> None:
-    expected = run_ranks(1, learn, path, {"one rank": {}}, common)[0]["one rank"]
-    ranks = run_ranks(world_size, learn, path, layouts, common, timeout=280)
+    expected = run_ranks(1, learn, path, {"one rank": {}}, common, context=processes())[0]["one rank"]
+    ranks = run_ranks(world_size, learn, path, layouts, common, timeout=280, context=processes())
     for name in layouts:
         for rank in ranks:
             assert rank[name] == ranks[0][name], f"{name}: ranks report different metrics"
