@@ -14,6 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from vime.cluster.calls import gather
 from vime.cluster.device import Device
 from vime.cluster.process import LOOPBACK, ON_LOOPBACK
 from vime.config import Config
@@ -21,6 +22,7 @@ from vime.errors import VimeError
 from vime.types import Slot
 
 _PLACEMENT_SECONDS = 300.0
+_LOCATE_SECONDS = 300.0  # Ray starts a process for each bundle
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,9 @@ class Placement:
             locate = ray.remote(num_cpus=0.01)(_node_address)
         else:
             locate = ray.remote(num_cpus=0.01, num_gpus=0.01)(_node_address)
-        places = ray.get([locate.options(**self._where(bundle)).remote() for bundle in range(bundles)])
+        asked = {f"bundle {bundle}": locate.options(**self._where(bundle)).remote() for bundle in range(bundles)}
+        what = "asking Ray's processes in the reserved bundles for their node and GPU"
+        places = gather(asked, what, _LOCATE_SECONDS, VimeError).values()
         # Servers listen on these addresses; on one node, that of the driver, on the loopback interface alone.
         local = {node for node, _ in places} == {self._driver_node}
         seats = [
