@@ -34,17 +34,20 @@ class Slots:
     def __init__(self, count: int) -> None:
         self.count = count
         self.taken = 0  # so far: whether anything goes on
+        self._longest = 0.0  # seconds that one of the calls so far may take
         self._lock, self._free = threading.Lock(), count
         self._waiting: collections.deque[Ticket] = collections.deque()
 
     async def take(self, seconds: float) -> None:
-        """Wait for a slot; :meth:`give` it back from any thread.
+        """Wait for a slot, for a call that may take ``seconds``; :meth:`give` it back from any thread.
 
         Raises:
-            Overdue: for ``seconds``, which is what a call may take, not one of them came free.
+            Overdue: not one of them came free for as long as the longest call may take. (Whoever is quick, as a reward,
+                waits for those who take their time, as a whole answer does.)
         """
         ticket = Ticket()
         with self._lock:
+            self._longest = max(self._longest, seconds)
             if self._free:
                 self._free -= 1
                 self.taken += 1
@@ -52,7 +55,7 @@ class Slots:
             self._waiting.append(ticket)
         try:
             blocked = f"all {self.count} threads are held by calls that do not end"
-            await _turn(ticket, seconds, lambda: self.taken, blocked)
+            await _turn(ticket, self._longest, lambda: self.taken, blocked)
         except BaseException:
             if not ticket.cancel():  # its turn came meanwhile
                 self.give()
@@ -133,7 +136,7 @@ async def in_thread(function: Callable[..., T], *args: Any, ended: Callable[[], 
         result, error = None, None
         try:
             result = context.run(function, *args)
-        except _END_LOOPS as raised:
+        except (*_END_LOOPS, asyncio.CancelledError) as raised:  # of a loop of its own, and not of ours
             error = _harmless(raised)
         except BaseException as raised:  # noqa: BLE001 - raised again where the result is awaited
             error = raised

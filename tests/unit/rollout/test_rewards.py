@@ -308,12 +308,17 @@ def test_what_a_custom_function_does_wrong_is_said(module):
     async def async_exits(options, one):
         sys.exit(3)
 
+    async def cancels_itself():
+        raise asyncio.CancelledError("by itself")
+
     module.async_exits = async_exits
+    module.cancelled = lambda options, one: asyncio.run(cancels_itself())
     for name, message in [
         ("huge", "must be a finite number"),
         ("exits", "SystemExit(3)"),
         ("stops", "StopIteration()"),
         ("async_exits", "SystemExit(3)"),
+        ("cancelled", "CancelledError(by itself)"),
     ]:
         with pytest.raises(VimeError) as caught:
             score(config(custom_rm_path=f"my_rewards.{name}", rm_timeout=20.0), sample("x"))
@@ -414,6 +419,21 @@ def test_a_cancelled_wait_leaves_the_slots_to_others():
         await waiting[2]
         slots.give()
         await slots.take(60)
+
+    asyncio.run(work())
+
+
+def test_a_quick_call_waits_for_those_that_may_take_longer():
+    """A reward of a second comes after generate functions of an hour, which need not have ended within that second."""
+    slots = threads.Slots(1)
+
+    async def work():
+        await slots.take(3600)
+        quick = asyncio.create_task(slots.take(0.01))
+        done, _ = await asyncio.wait([quick], timeout=0.5)
+        assert not done, quick.exception()
+        slots.give()
+        await quick
 
     asyncio.run(work())
 
