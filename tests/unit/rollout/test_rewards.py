@@ -6,6 +6,7 @@ import asyncio
 import base64
 import functools
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -236,6 +237,38 @@ def test_closing_leaves_no_process():
     grader.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_closing_does_not_wait_for_comparisons_that_have_not_begun(monkeypatch):
+    """A run that ends in the middle of a rollout may have thousands of them."""
+    begun, asked, stopped = queue.SimpleQueue(), threading.Event(), threading.Event()
+
+    class Slow(mathematics._Worker):
+        def compare(self, gold, answer, seconds):
+            begun.put(answer)
+            assert stopped.wait(60)
+
+        def stop(self):
+            stopped.set()
+            super().stop()
+
+    async def all_asked():
+        asked.set()
+
+    async def compare():
+        comparisons = [grader.equal("x+1", f"x+{n}") for n in range(2, 6)]
+        return await asyncio.gather(*comparisons, all_asked(), return_exceptions=True)
+
+    monkeypatch.setattr(mathematics, "_Worker", Slow)
+    grader, results = MathGrader(workers=1), []
+    thread = threading.Thread(target=lambda: results.extend(asyncio.run(compare())))
+    thread.start()
+    assert begun.get(timeout=60) == "x+2"
+    assert asked.wait(60)
+    grader.close()
+    thread.join(60)
+    assert begun.empty()
+    assert [type(result).__name__ for result in results] == ["bool", *["CancelledError"] * 3, "NoneType"]
 
 
 def test_f1():

@@ -113,6 +113,8 @@ class MathGrader:
 
     def close(self) -> None:
         """End the processes. The grader may be used again afterwards."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)  # what has not begun: each would take its deadline
         for worker in list(self._workers):
             worker.stop()  # also makes a thread that waits for it return
         if self._threads is not None:
