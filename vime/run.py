@@ -83,7 +83,7 @@ def open_run(config: Config) -> Iterator[Run]:
     resume = CheckpointDirectory(config.checkpoint.load).newest() if config.checkpoint.load else None
     first_rollout = resume[0] if resume else 0
     run_dir = Path(config.observe.run_dir) if config.observe.run_dir else new_run_dir()
-    logs = run_dir / "logs"
+    logs = run_dir.absolute() / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     if config.weight_sync.update_weight_disk_dir is None:
         disk = str(run_dir.absolute() / "weights")

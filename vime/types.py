@@ -63,10 +63,12 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
-    """How to reach one engine. ``slot`` is None for an engine that shares no GPU with a trainer rank."""
+    """How to reach one engine. ``slot`` is None for an engine that shares no GPU with a trainer rank; ``log`` is the
+    file, on its node, that takes the output of its processes."""
 
     index: int
     url: str
     world_size: int
     slot: Slot | None
     node: str = "127.0.0.1"
+    log: str | None = None

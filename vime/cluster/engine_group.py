@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from vime.backends.vllm_utils.protocol import listens
 from vime.cluster.calls import gather
 from vime.cluster.device import Device
 from vime.cluster.placement import Placement
-from vime.cluster.trainer_group import write_output_to
+from vime.cluster.trainer_group import join_driver
 from vime.config import Config
 from vime.errors import EngineError
 from vime.models.spec import ModelSpec
@@ -38,8 +39,8 @@ _CLOSING_SECONDS = 30.0  # for which a server may go on to live after it has clo
 class EngineHost:
     """The Ray actor beside one engine: starts the vLLM server as its child, on the node where the engine's GPUs are."""
 
-    def __init__(self, index: int, log: str) -> None:
-        write_output_to(log)
+    def __init__(self, index: int, log: str, folder: str) -> None:
+        self._unfit = join_driver(folder, log)
         self._index, self._log = index, log
         self._engine: EngineProcess | None = None
 
@@ -47,6 +48,8 @@ class EngineHost:
         self, config: Config, spec: ModelSpec, device: Device, gpus: list[int], host: str
     ) -> tuple[str, int | None]:
         """Start the server and wait until it answers; returns its address and pid."""
+        if self._unfit:
+            raise self._unfit
         command = engine_command(config, spec, self._index, device=device, gpu_ids=gpus, host=host)
         engine = EngineProcess(command, self._log)
         engine.start()
@@ -88,7 +91,7 @@ class EngineGroup:
         for index in indices:
             seats = self._placement.engine_seats(index)
             options = self._placement.actor_options(seats.start, _HOST_SHARE)
-            host = self._actor.options(**options).remote(index, str(self._logs / f"engine-{index}.log"))
+            host = self._actor.options(**options).remote(index, self._log(index), os.getcwd())
             self._hosts[index] = host
             self._ends[index] = host.until_end.remote()
             gpus = [self._placement.seats[seat].gpu for seat in seats]
@@ -99,8 +102,12 @@ class EngineGroup:
         for index, (url, pid) in zip(indices, started.values(), strict=True):
             seats = self._placement.engine_seats(index)
             node = self._placement.seats[seats.start].node
-            self._addresses[index] = EngineAddress(index, url, len(seats), self._placement.slot(index), node)
+            slot, log = self._placement.slot(index), self._log(index)
+            self._addresses[index] = EngineAddress(index, url, len(seats), slot, node, log)
             logger.info("engine %d (pid %d) serves at %s", index, pid, url)
+
+    def _log(self, index: int) -> str:
+        return str(self._logs / f"engine-{index}.log")
 
     def dead(self, suspects: Sequence[int] = ()) -> dict[int, str]:
         """Engines that do not live any more, or never serve again, each with the cause.

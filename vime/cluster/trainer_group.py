@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -37,13 +39,16 @@ T = TypeVar("T")
 class TrainerRank:
     """One trainer process: a MegatronTrainer behind Ray."""
 
-    def __init__(self, rank: int, log: str) -> None:
-        write_output_to(log)
+    def __init__(self, rank: int, log: str, folder: str) -> None:
+        self._unfit = join_driver(folder, log)
         self._rank = rank
         self._trainer: Any = None
         self._meeting: Meeting | None = None
 
-    def pid(self) -> int:
+    def begin(self) -> int:
+        """Called first; returns this process's pid."""
+        if self._unfit:
+            raise self._unfit
         return os.getpid()
 
     def invite(self, host: str) -> tuple[str, int]:
@@ -93,11 +98,11 @@ class TrainerGroup:
         actor = ray.remote(concurrency_groups={"watch": 1})(TrainerRank)  # type: ignore[call-overload]  # Ray's stub lacks it
         self._ranks = [
             actor.options(**placement.actor_options(rank, _RANK_SHARE), name=f"trainer-{rank}").remote(
-                rank, str(logs / f"trainer-{rank}.log")
+                rank, str(logs / f"trainer-{rank}.log"), os.getcwd()
             )
             for rank in range(world_size)
         ]
-        self.pids = self._gather([rank.pid.remote() for rank in self._ranks], "starting the trainer", _START_SECONDS)
+        self.pids = self._gather([rank.begin.remote() for rank in self._ranks], "starting the trainer", _START_SECONDS)
         self._ends = {rank.until_end.remote(): number for number, rank in enumerate(self._ranks)}
         invited = self._ranks[0].invite.remote(placement.seats[0].node)
         (place,) = self._gather([invited], "opening the trainer's store", _START_SECONDS)
@@ -189,6 +194,24 @@ class TrainerGroup:
         """End the processes. They hold nothing that is not on disk already, so they are not asked."""
         for rank in self._ranks:
             ray.kill(rank)
+
+
+def join_driver(folder: str, log: str) -> VimeError | None:
+    """What the process of an actor does first: it goes to the driver's folder, so that relative paths mean the same to
+    both (those of a cluster that exists are in that of `ray start`), and writes into a file of the run.
+
+    Returns what keeps it from that, for its first call to raise: of a constructor's error Ray tells that it died.
+    """
+    try:
+        with contextlib.suppress(OSError):  # nor needs another node have it, where all paths are absolute
+            os.chdir(folder)
+        write_output_to(log)
+    except OSError as error:
+        return VimeError(
+            f"cannot write {log} on node {socket.gethostname()}: {error.strerror}; --run-dir must lie where all nodes "
+            "of the Ray cluster see it"
+        )
+    return None
 
 
 def write_output_to(path: str) -> None:
