@@ -151,7 +151,7 @@ class Round:
         self._progress.note(f"reward {self._rewards / self._answered:.2f} · {speed:.0f} tokens/s")
 
     def _client(self, address: EngineAddress) -> AsyncEngineClient:
-        client = AsyncEngineClient(address.url, address.index)
+        client = AsyncEngineClient(address.url, address.index, log=address.log)
         client.weight_version = getattr(self._setting.engines, "version", None)
         return client
 

@@ -27,6 +27,7 @@ class Client(Protocol):
 
     index: int
     url: str
+    log: str | None  # path of the engine's log
 
     async def generate(
         self, token_ids: Sequence[int], sampling: SamplingParams, request_id: str, timeout: float | None = None
@@ -91,10 +92,10 @@ class EnginePool:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, self._loop))
 
     async def _ask(self, token_ids: Sequence[int], sampling: SamplingParams, request_id: str) -> Generation:
-        failures, cause, pause, last = 0, "", _FIRST_PAUSE, None
+        failures, cause, log, pause, last = 0, "", None, _FIRST_PAUSE, None
         for attempt in itertools.count():
             engine = await self._acquire(avoid=last)
-            age, error = engine.age, None
+            age, error, log = engine.age, None, engine.client.log
             try:
                 # A new id each time: vLLM may still be at work on the one before.
                 generation = await engine.client.generate(
@@ -119,7 +120,10 @@ class EnginePool:
             logger.info("request %s: %s; asking again in %g s", request_id, cause, pause)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-        raise EngineError(f"request {request_id} failed {failures} times (--request-retries {self._retries}): {cause}")
+        where = f"\n  its log may say why: {log}" if log else ""
+        raise EngineError(
+            f"request {request_id} failed {failures} times (--request-retries {self._retries}): {cause}{where}"
+        )
 
     async def close(self) -> None:
         for engine in self._engines:

@@ -22,6 +22,7 @@ class HeldClient:
 
     def __init__(self, index: int = 0) -> None:
         self.index, self.url = index, f"http://127.0.0.1:{index + 1}"
+        self.log: str | None = f"logs/engine-{index}.log"
         self.asked: list[str] = []
         self.held: dict[str, asyncio.Future[None]] = {}
 
@@ -241,5 +242,22 @@ def test_who_waits_is_told_that_an_engine_cannot_be_replaced() -> None:
             assert "engine 0 is lost" in str(ended)
         with pytest.raises(EngineError, match="engine 0 is lost"):
             await ask(pool, "later")
+
+    run(main())
+
+
+def test_the_last_error_names_the_log_of_the_engine_it_came_from() -> None:
+    """vLLM tells a client little: "EngineCore encountered an issue. See stack trace"."""
+
+    async def main() -> None:
+        clients = [HeldClient(0), HeldClient(1)]
+        pool = EnginePool(clients, retries=0)
+        asked = ask(pool, "a"), ask(pool, "b")
+        await settle()
+        clients[1].fail("b")
+        with pytest.raises(EngineError, match=r"b failed 1 times .* fail\n  its log may say why: logs/engine-1"):
+            await asked[1]
+        clients[0].let("a")
+        await asked[0]
 
     run(main())

@@ -52,15 +52,22 @@ class AsyncEngineClient:
         index: number of the engine, for messages.
         timeout: seconds one answer may take (``--request-timeout``).
         session: shared with other clients (:func:`new_session`); by default it has its own, which :meth:`close` closes.
+        log: the engine's log, for messages.
 
     Attributes:
         weight_version: what vLLM 0.26, which keeps no versions, is taken to serve; whoever updates weights sets it.
     """
 
     def __init__(
-        self, url: str, index: int = 0, timeout: float = 1800.0, session: aiohttp.ClientSession | None = None
+        self,
+        url: str,
+        index: int = 0,
+        timeout: float = 1800.0,
+        session: aiohttp.ClientSession | None = None,
+        log: str | None = None,
     ) -> None:
         self.url, self.index, self.timeout = url.rstrip("/"), index, timeout
+        self.log = log
         self.weight_version: int | None = None
         self._session, self._owned = session, session is None
 
