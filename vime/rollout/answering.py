@@ -67,10 +67,15 @@ class Round:
         self._setting, self._config, self._rewarder = setting, setting.config, setting.rewarder
         self._sampling, self._kind, self._per_prompt, self._progress = sampling, kind, per_prompt, progress
         self._answered, self._tokens, self._rewards = 0, 0, 0.0
+        self._until = 0.0  # on the loop's clock: --rollout-timeout after the round's begin
 
     async def __aenter__(self) -> Round:
         options, engines = self._config.rollout, self._setting.engines
-        self._addresses = await in_thread(engines.ready)
+        self._until = asyncio.get_running_loop().time() + options.rollout_timeout
+        self._addresses = await self._before_deadline(
+            in_thread(engines.ready),
+            lambda within: f"the engines were not ready {within}: one that died before is still being replaced",
+        )
         self._pool = EnginePool(
             [self._client(address) for address in self._addresses],
             self._recover,
@@ -92,21 +97,26 @@ class Round:
         """Result of ``work``.
 
         Raises:
-            VimeError: it took longer than ``--rollout-timeout``; says how far it got.
+            VimeError: it took longer than ``--rollout-timeout``, counted from the round's begin; says how far it got.
         """
-        seconds = self._config.rollout.rollout_timeout
-        deadline = asyncio.timeout(seconds)
+
+        def how_far(within: str) -> str:
+            engines = ", ".join(address.url for address in self._addresses)
+            done = f"{self._answered} of {self._progress.total} answers {within}"
+            return f"{what}: {done}; gave up waiting for the rest from {engines}"
+
+        return await self._before_deadline(work, how_far)
+
+    async def _before_deadline(self, work: Awaitable[T], message: Callable[[str], str]) -> T:
+        deadline = asyncio.timeout_at(self._until)
         try:
             async with deadline:
                 return await work
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            engines = ", ".join(address.url for address in self._addresses)
-            raise VimeError(
-                f"{what}: {self._answered} of {self._progress.total} answers within --rollout-timeout {seconds:g} s; "
-                f"gave up waiting for the rest from {engines}"
-            ) from error
+            within = f"within --rollout-timeout {self._config.rollout.rollout_timeout:g} s"
+            raise VimeError(message(within)) from error
 
     async def group(self, prompt: Prompt) -> Group:
         """All answers to one prompt, rewarded."""

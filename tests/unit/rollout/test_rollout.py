@@ -254,6 +254,18 @@ def test_the_rollouts_deadline_says_how_far_it_got_and_frees_the_engine(make, se
     wait_until(lambda: engine.disconnected == 2)  # vLLM aborts a request whose connection is closed
 
 
+def test_the_wait_for_an_engine_that_is_being_replaced_has_the_rollouts_deadline(make, serve):
+    """It died in the round before, whose answers came from others: nobody waits for its replacement until now."""
+    engines, replaced = serve(), threading.Event()
+    ready = engines.ready
+    engines.ready = lambda: (replaced.wait(60), ready())[1]
+    try:
+        with pytest.raises(VimeError, match=r"not ready within --rollout-timeout 0.2 s: .* being replaced"):
+            make(engines, rollout_timeout=0.2).generate(0)
+    finally:
+        replaced.set()
+
+
 def test_concurrency_is_bounded(make, serve):
     engines = serve(2, delay=lambda seed: 0.02)
     make(engines, server_concurrency=2).generate(0)
