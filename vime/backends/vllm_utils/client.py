@@ -116,9 +116,6 @@ class EngineClient:
         """Take GPU memory again: ``["weights"]``, ``["kv_cache"]``, or all. After level 2 the weights are undefined."""
         self._call("POST", "/wake_up", query={"tags": list(tags)}, timeout=timeout)
 
-    def is_sleeping(self, timeout: float | None = None) -> bool:
-        return bool(self._call("GET", "/is_sleeping", timeout=timeout)["is_sleeping"])
-
     def reset_prefix_cache(self, timeout: float | None = None) -> None:
         """Forget the KV cache of earlier prompts, which new weights make wrong."""
         reply = self._call("POST", "/reset_prefix_cache", timeout=timeout)

@@ -7,6 +7,7 @@ import socket
 import threading
 
 import pytest
+import requests
 
 from tests.engine import TinyEngine
 from vime.backends.vllm_utils.client import LOADED_AT_START, EngineClient
@@ -37,12 +38,16 @@ def test_sleep_and_wake_in_two_steps(engine: TinyEngine) -> None:
 
     Not at level 2, which drops the weights: the engine, which other tests use, would rightly refuse to generate.
     """
+
+    def is_sleeping() -> bool:
+        return requests.get(f"{engine.client.url}/is_sleeping", timeout=60).json()["is_sleeping"]
+
     engine.client.sleep(level=1)
-    assert engine.client.is_sleeping()
+    assert is_sleeping()
     engine.client.wake_up(["weights"])
-    assert engine.client.is_sleeping()
+    assert is_sleeping()
     engine.client.wake_up(["kv_cache"])
-    assert not engine.client.is_sleeping()
+    assert not is_sleeping()
     assert not engine.client.is_paused()
 
 

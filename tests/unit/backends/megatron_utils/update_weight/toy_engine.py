@@ -128,8 +128,8 @@ class _Server:
             return self._do(path, body)
 
     def _do(self, path: str, body: dict[str, Any]) -> Any:
-        if path in ("/is_sleeping", "/is_paused"):
-            return {path[1:]: self.paused}
+        if path == "/is_paused":
+            return {"is_paused": self.paused}
         if path == "/vime/paused":
             return {"for_update": self.paused}  # nobody else pauses it
         if path in ("/pause", "/resume"):
