@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 HIDDEN = "***"
+OF_ENGINES = ("--vllm-", "--vllm_")  # the only flags of vime that hold secrets
 _SECRETS = {"key", "apikey", "keyfile", "token", "password", "passwd", "secret", "credential", "credentials"}
 # As far as a reader of text can tell where an address ends. (Not with what stands before "://": to look for that takes
 # minutes in a word of a hundred thousand letters.)

@@ -86,6 +86,7 @@ def test_no_problem_fills_the_screen(capsys: pytest.CaptureFixture[str]) -> None
         ["--lr", "http://u:hunter2@h"],
         ["--rm-ulr", "http://u:hunter2@h"],
         ["--rm-type", "https://h/?key=hunter2"],
+        ["--vllm-hf-token", "hunter2", "--vllm-hf-token", "hunter22"],
     ],
 )
 def test_no_problem_repeats_credentials(wrong: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from vime.masking import is_secret, masked, masked_options, masked_words
+from vime.masking import OF_ENGINES, is_secret, masked, masked_options, masked_words
 
 
 @pytest.mark.parametrize(
@@ -51,25 +51,23 @@ def test_command_lines() -> None:
     words = ["serve", "m", "--hf-token", "hunter2", "--api-key=hunter2", "--url", "http://hunter2@h", "--seed", "1"]
     shown = ["serve", "m", "--hf-token", "***", "--api-key=***", "--url", "http://***@h", "--seed", "1"]
     assert masked_words(words) == shown
-    ours = ("--vllm-", "--vllm_")
     words = ["--reward-key", "score", "--vllm-hf-token", "x", "--vllm_hf_token", "x"]
-    assert masked_words(words, ours)[1::2] == ["score", "***", "***"]
+    assert masked_words(words, OF_ENGINES)[1::2] == ["score", "***", "***"]
     words = ["--vllm-a-key", "hunter2", "hunter2", "--seed", "1"]
-    assert masked_words(words, ours)[1:] == ["***", "***", "--seed", "1"]
+    assert masked_words(words, OF_ENGINES)[1:] == ["***", "***", "--seed", "1"]
 
 
 @pytest.mark.parametrize("form", ["--vllm-loader-config {}", "--vllm-loader-config={}"])
 def test_json_on_a_command_line(form: str) -> None:
     """Options of engines are often whole dictionaries."""
-    ours = ("--vllm-",)
     words = form.format('{"size":1,"apiKey":"hunter2"}').split()
-    shown = masked_words(words, ours)
+    shown = masked_words(words, OF_ENGINES)
     assert "hunter2" not in str(shown)
     assert '"size": 1' in shown[-1]
     harmless = form.format('{"size":1,"keys":[2]}').split()  # no secret: not even written in another way
-    assert masked_words(harmless, ours) == harmless
+    assert masked_words(harmless, OF_ENGINES) == harmless
     # Of a flag of ours a name says nothing: --eval-... and the like hold none.
-    assert masked_words(["--x", '{"key":"name"}'], ours) == ["--x", '{"key":"name"}']
+    assert masked_words(["--x", '{"key":"name"}'], OF_ENGINES) == ["--x", '{"key":"name"}']
 
 
 def test_a_word_of_any_length_is_looked_through_once() -> None:

@@ -12,6 +12,7 @@ from vime.config.flags import Flag, closest, flags, topics
 from vime.config.vllm_args import check_engine_options
 from vime.config.yaml_file import read_yaml
 from vime.errors import ConfigError
+from vime.masking import OF_ENGINES, masked_words
 
 
 def parse(argv: Sequence[str]) -> Config:
@@ -166,10 +167,11 @@ class _Words:
             self.problems.append("--config takes one YAML file")
 
     def _repeated(self, text: str, values: list[str], target: str, before: list[str]) -> None:
-        earlier, later = " ".join(before), " ".join([text, *values])
-        if earlier == later:
+        again = [text, *values]
+        if before == again:
             self.problems.append(f"{target} is given twice")
         else:
+            earlier, later = (" ".join(masked_words(words, OF_ENGINES)) for words in (before, again))
             self.problems.append(f"{target} is given twice: '{earlier}' and '{later}'; keep one")
 
     def _strays(self, strays: list[str]) -> None:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vime.errors import ConfigError
-from vime.masking import masked_options, masked_words
+from vime.masking import OF_ENGINES, masked_options, masked_words
 from vime.observe import progress
 from vime.observe.journal import Journal, read_rows, write_aside
 from vime.observe.progress import Progress
@@ -268,7 +268,7 @@ def _open_wandb(config: Config, run_dir: Path) -> Any:
     except ImportError as error:
         raise ConfigError(["--use-wandb: package wandb is not installed (pip install wandb)"]) from error
     words = sys.argv[1:]  # wandb keeps them among what it finds out about the machine
-    secret = masked_words(words, ("--vllm-", "--vllm_")) != words
+    secret = masked_words(words, OF_ENGINES) != words
     run = wandb.init(
         project=config.observe.wandb_project,
         name=run_dir.name,
