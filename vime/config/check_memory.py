@@ -218,7 +218,7 @@ def _activations(config: Config, spec: ModelSpec, layout: ParallelLayout, tokens
     ffn = spec.ffn_hidden_size
     if spec.num_experts and spec.moe_ffn_hidden_size and spec.moe_router_topk:
         ffn = spec.moe_router_topk * (spec.moe_ffn_hidden_size + hidden // 2)  # tokens travel once per chosen expert
-    if config.parallel.sequence_parallel or spec.num_experts:  # with experts the trainer turns it on by itself
+    if config.parallel.cuts_sequences(spec.num_experts is not None):
         hidden //= layout.tp  # between the matrices
     per_layer = (4 * hidden + (3 * heads + 4 * groups + 4 * ffn) // layout.tp) * width
     layers = -(-spec.num_layers // layout.pp)

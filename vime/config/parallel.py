@@ -24,3 +24,10 @@ class ParallelOptions:
     overlap_grad_reduce: bool = option(False, "reduce gradients while the backward pass runs")
     overlap_param_gather: bool = option(False, "gather parameters while the forward pass runs")
     accumulate_allreduce_grads_in_fp32: bool = option(False, "gradients summed and reduced in fp32")
+
+    def cuts_sequences(self, experts: bool) -> bool:
+        """Whether tensor parallel ranks cut activations along the sequence, in a model with ``experts`` or without.
+
+        Megatron refuses to train experts with tensor parallelism unless they do.
+        """
+        return self.tensor_model_parallel_size > 1 and (self.sequence_parallel or experts)

@@ -74,12 +74,6 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[config.train.dtype]
 
 
-def uses_sequence_parallel(config: Config, spec: ModelSpec) -> bool:
-    """Megatron refuses to train experts with tensor parallelism unless activations are cut along the sequence."""
-    tp = config.parallel.tensor_model_parallel_size
-    return tp > 1 and (config.parallel.sequence_parallel or spec.num_experts is not None)
-
-
 def needs_rows_of_one_length(config: Config, spec: ModelSpec, layout: ParallelLayout) -> bool:
     """Interleaved stages hang when rows differ in length; the allgather dispatcher gathers equal numbers of tokens."""
     gathers = spec.num_experts is not None and config.model.moe_token_dispatcher_type == "allgather"
@@ -103,7 +97,7 @@ def transformer_config(
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
-        "sequence_parallel": uses_sequence_parallel(config, spec),
+        "sequence_parallel": config.parallel.cuts_sequences(spec.num_experts is not None),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,

@@ -215,7 +215,7 @@ class Rotary:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply the rotary embedding to ``x`` [tokens, heads, head size]; pairs are (i, i + head size / 2), as in Llama.
 
-    The first half of ``sin`` has the sign of the pair's second member: that leaves four kernels of six, with the same
+    The first half of ``sin`` has the sign of the pair's second member: that takes four kernels, one fewer, for the same
     bits. They run twice per layer, and small models wait for their launches.
     """
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
